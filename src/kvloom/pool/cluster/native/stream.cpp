@@ -1,7 +1,8 @@
-// Bytes of a batch of blocks between a socket and the pool's memory, in one call, without Python's lock.
-//
-// Received bytes are summed while the processor's cache still has them. Only the state of a sum is allocated, and nothing is
-// kept between two calls: after a failed call the position in the stream is unknown, and the connection is closed.
+// Transfers the bytes of a batch of blocks between a socket and the pool's memory in one call, without the interpreter
+// lock.
+// Received bytes are checksummed while they are still in the processor's cache. Only the state of a checksum is
+// allocated. No state is kept between calls: after a failed call the position in the stream is unknown, and the caller
+// must close the connection.
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -20,18 +21,18 @@ namespace {
 using ems::Sum;
 using ems::Xxh3;
 
-constexpr int kClosed = -1;               // instead of an errno: the other side has closed the connection
-constexpr size_t kMost = 256 << 10;       // bytes a system call: well within a core's second cache
-constexpr int kPieces = 64;               // blocks a system call
-constexpr size_t kUnwantedBytes = 16 << 10;  // of unwanted bytes, read at a time
+constexpr int kClosed = -1;               // returned instead of an errno: the peer has closed the connection
+constexpr size_t kMost = 256 << 10;       // most bytes per system call: well within a core's second-level cache
+constexpr int kPieces = 64;               // most blocks per system call
+constexpr size_t kUnwantedBytes = 16 << 10;  // most unwanted bytes read at a time
 
-// A block's memory; null: its bytes arrive, and are dropped.
+// A block's memory; data null = its bytes are received and dropped.
 struct Piece {
     uint8_t* data;
     uint64_t size;
 };
 
-// Waits until the socket is ready for `events`, until `deadline_ns` of CLOCK_MONOTONIC at the latest. An errno, or 0.
+// Waits until the socket is ready for `events`, at most until deadline_ns of CLOCK_MONOTONIC. Returns 0 or an errno.
 int wait(int fd, short events, int64_t deadline_ns) {
     pollfd waiting{fd, events, 0};
     while (true) {
@@ -52,14 +53,15 @@ int wait(int fd, short events, int64_t deadline_ns) {
     }
 }
 
-// Where a batch has got to: a piece, and bytes of it that are done.
+// The position in a batch: the current piece, and the number of its bytes that are done.
 class Position {
   public:
     Position(const Piece* pieces, int64_t num) : pieces_(pieces), num_(num) { skip_empty(); }
 
     bool is_at_end() const { return index_ == num_; }
 
-    // The next memory to send from or to receive to, at most `kMost` bytes; how many parts.
+    // Fills `parts` with the memory to send from or receive into next, at most kMost bytes; returns the number of
+    // parts. `unwanted`: memory for bytes that are dropped.
     int parts(iovec* parts, uint8_t* unwanted) const {
         int count = 0;
         size_t room = kMost;
@@ -78,7 +80,8 @@ class Position {
         return count;
     }
 
-    // Goes `count` bytes on: take(piece's number, memory or null, bytes, whether the piece begins and ends with them).
+    // Advances by `count` bytes. For each piece calls take(index, memory or null, number of bytes, whether these are
+    // the piece's first, whether its last).
     template <typename Take>
     void advance(size_t count, Take&& take) {
         while (count > 0) {
@@ -108,7 +111,7 @@ class Position {
     uint64_t done_ = 0;
 };
 
-// Sums pieces of which a part comes at a time.
+// Computes the checksums of pieces that arrive in parts.
 class Summing {
   public:
     Summing(const Xxh3& xxh3, Sum* sums) : xxh3_(xxh3), sums_(sums), state_(xxh3.create()) {}
@@ -145,13 +148,14 @@ class Summing {
 
 extern "C" {
 
-// The sum of `size` bytes into `out` [16].
+// Writes the checksum of `size` bytes to out[16].
 void stream_sum(const Xxh3* xxh3, const uint8_t* data, uint64_t size, uint8_t* out) {
     const Sum sum = ems::sum_of(*xxh3, data, size);
     std::memcpy(out, sum.data(), sum.size());
 }
 
-// Fills the pieces from a socket; sums [num][16] get those of the pieces that are wanted. 0, an errno or kClosed.
+// Receives the pieces from a socket; writes the checksums of those with memory to sums [num][16]. Returns 0, an errno
+// or kClosed.
 int stream_receive(int fd, const Xxh3* xxh3, const Piece* pieces, int64_t num, int64_t deadline_ns, Sum* sums) {
     Summing summing(*xxh3, sums);
     if (!summing.is_ready()) {
@@ -178,7 +182,7 @@ int stream_receive(int fd, const Xxh3* xxh3, const Piece* pieces, int64_t num, i
     return 0;
 }
 
-// Sends the pieces, all of which have memory. 0 or an errno.
+// Sends the pieces, all of which must have memory. Returns 0 or an errno.
 int stream_send(int fd, const Piece* pieces, int64_t num, int64_t deadline_ns) {
     iovec parts[kPieces];
     for (Position position(pieces, num); !position.is_at_end();) {

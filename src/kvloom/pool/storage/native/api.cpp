@@ -1,5 +1,6 @@
-// What Python calls: a few flat functions over Pool, each of which locks it for as long as it looks something up or
-// changes it, and never while it copies or sums. Python lets go of its own lock for all of them.
+// The C interface of the pool, which Python calls through ctypes (library.py), so the interpreter lock is released
+// during each call. Each function holds the pool's lock while it reads or changes the index, but not while it copies
+// bytes or computes checksums. Memory passed in belongs to the caller.
 #include "serving.hpp"
 
 using ems::Sum;
@@ -31,7 +32,7 @@ struct Described {
     uint8_t has_parent;
 };
 
-// A block's memory in this process, in the form of the library that sends and receives.
+// A block's memory in this process; the same structure as Piece of cluster/native/stream.cpp.
 struct Span {
     uint8_t* data;
     uint64_t size;
@@ -54,11 +55,13 @@ void pool_close(PoolHandle* handle) { delete handle; }
 
 Glance* pool_glance(PoolHandle* handle) { return &handle->glance; }
 
-// Looks up, places, copies, sums, publishes and pins a batch. kNeedsMemory: to be called again.
+// Saves a batch: looks up the keys, reserves memory, copies and checksums the bytes, publishes and pins the blocks.
+// Returns kDone; or kNeedsMemory, after which the caller must call it again, or pool_abandon_batch.
 int pool_save(PoolHandle* handle, const Xxh3* xxh3, Save* save) { return pool::write(handle, *xxh3, *save); }
 
-// The first half of a save, for callers that write the bytes themselves: `offsets` where a status is kStored. spans: null, or [num],
-// where that is, without an address for the others.
+// The first half of a save, for callers that write the bytes themselves: finds or reserves memory. Fills statuses, ids
+// and offsets (valid where the status is kStored). spans: null, or [num], the reserved memory; its address is null for
+// keys without a reservation. Returns as pool_save.
 int pool_begin(PoolHandle* handle, Save* save, Span* spans) {
     if (pool::begin_or_stop(handle, *save) == pool::kNeedsMemory) {
         return pool::kNeedsMemory;
@@ -76,16 +79,17 @@ int pool_begin(PoolHandle* handle, Save* save, Span* spans) {
     return pool::kDone;
 }
 
-// Gives up a batch that was told to come again.
+// Gives up a batch for which kNeedsMemory was returned.
 void pool_abandon_batch(PoolHandle* handle, Save* save) { pool::abandon(handle, *save); }
 
-// The second half, of blocks that another node has sent.
+// The second half of a save whose bytes another node has sent; if found is null, releases the reservations.
 void pool_settle(PoolHandle* handle, const pool::Arrival* arrival) {
     const Held held(handle);
     arrival->found != nullptr ? pool::settle(handle->pool, *arrival) : pool::give_up(handle->pool, *arrival);
 }
 
-// Makes reserved memory that holds its block's bytes readable: its status and the block of its key, pinned.
+// Publishes a block whose bytes were written to reserved memory. Returns its status; *id = the block of the key,
+// pinned.
 int pool_publish(PoolHandle* handle, const Described* block, const Key* parent, Id* id) {
     const Held held(handle);
     const Published done = handle->pool.publish({block->key, block->offset, block->length, block->slot,
@@ -94,13 +98,14 @@ int pool_publish(PoolHandle* handle, const Described* block, const Key* parent, 
     return done.status;
 }
 
-// Gives reserved memory back unwritten.
+// Frees reserved memory that is not published.
 void pool_abandon(PoolHandle* handle, uint64_t offset) {
     const Held held(handle);
     handle->pool.memory.free(offset);
 }
 
-// Pins the blocks of the longest prefix of `keys` that is here; how many. offsets, lengths, sums: [num] each.
+// Pins the blocks of the longest prefix of `keys` that is in the pool; returns their number. ids, offsets, lengths,
+// sums: [num] each, filled for these blocks.
 int64_t pool_pin_prefix(PoolHandle* handle, const Key* keys, int64_t num, Id* ids, int64_t* offsets, int64_t* lengths,
                         Sum* sums) {
     const Held held(handle);
@@ -118,7 +123,8 @@ int64_t pool_pin_prefix(PoolHandle* handle, const Key* keys, int64_t num, Id* id
     return num;
 }
 
-// Pins each block that is here; kNone for the others. spans, sums: null, or [num] each; of those that are here.
+// Pins every block that is in the pool. ids: [num], kNone for the others. spans, sums: null, or [num] each, filled for
+// the pinned ones.
 void pool_pin_each(PoolHandle* handle, const Key* keys, int64_t num, Id* ids, Span* spans, Sum* sums) {
     const Held held(handle);
     for (int64_t i = 0; i < num; i++) {
@@ -135,7 +141,7 @@ void pool_pin_each(PoolHandle* handle, const Key* keys, int64_t num, Id* ids, Sp
     }
 }
 
-// One more pin for a block that is pinned; no use of it.
+// Adds a pin to a pinned block; does not count as a use.
 void pool_pin_again(PoolHandle* handle, Id id) {
     const Held held(handle);
     handle->pool.entries[id].pins++;
@@ -148,7 +154,7 @@ void pool_unpin(PoolHandle* handle, const Id* ids, int64_t num) {
     }
 }
 
-// For each key whether it is here.
+// has: [num], whether each key is in the pool.
 void pool_has(PoolHandle* handle, const Key* keys, int64_t num, uint8_t* has) {
     const Held held(handle);
     for (int64_t i = 0; i < num; i++) {
@@ -156,7 +162,7 @@ void pool_has(PoolHandle* handle, const Key* keys, int64_t num, uint8_t* has) {
     }
 }
 
-// Length of the prefix of `keys` that is here.
+// Returns the length of the longest prefix of `keys` that is in the pool.
 int64_t pool_count_prefix(PoolHandle* handle, const Key* keys, int64_t num) {
     const Held held(handle);
     int64_t count = 0;
@@ -176,7 +182,7 @@ void pool_remember(PoolHandle* handle, const Key* key, int cause) {
     handle->pool.remember(*key, static_cast<uint8_t>(cause));
 }
 
-// The present state of a pinned block.
+// Reads the current state of a pinned block.
 void pool_describe(PoolHandle* handle, Id id, Described* out) {
     const Held held(handle);
     const Entry& entry = handle->pool.entries[id];
@@ -189,7 +195,7 @@ void pool_describe(PoolHandle* handle, Id id, Described* out) {
     }
 }
 
-// Sets whether a block's home has it too; does nothing if the number belongs to another block by now.
+// Sets whether a block's home holds it too. Does nothing if `id` now belongs to another block (other `born`).
 void pool_set_home(PoolHandle* handle, Id id, uint64_t born, int is_home) {
     const Held held(handle);
     Entry& entry = handle->pool.entries[id];
@@ -198,7 +204,7 @@ void pool_set_home(PoolHandle* handle, Id id, uint64_t born, int is_home) {
     }
 }
 
-// Forgets a pinned block whose bytes changed; 0 when it was forgotten before.
+// Removes a pinned block whose bytes have changed. Returns 0 if it was removed before, else 1.
 int pool_spoil(PoolHandle* handle, Id id) {
     const Held held(handle);
     if (!handle->pool.entries[id].is_live) {
@@ -218,14 +224,15 @@ void pool_grow(PoolHandle* handle, int64_t size, uint8_t* segment) {
     handle->pool.memory.grow(size, segment);
 }
 
-// kMore: to be called again.
+// Carries out a part of an eviction order. Returns kMore if it must be called again.
 int pool_evict(PoolHandle* handle, pool::Eviction* order) {
     const Held held(handle);
     return handle->pool.evict_some(*order);
 }
 
-// Gives the segment of least use back, which is written to `segment`; its bytes. -1 = there is none; -2 = some of its
-// blocks are forgotten, and it is to be called again for the others, with the same `segment`, which is -1 at first.
+// Gives the least useful segment back. The caller sets *segment to -1 at first; the function stores the segment there.
+// Returns its bytes; -1 = there is no segment; -2 = only some of its blocks are removed: call again with the same
+// *segment.
 int64_t pool_shrink(PoolHandle* handle, int64_t* segment) {
     const Held held(handle);
     if (*segment < 0) {
@@ -237,7 +244,7 @@ int64_t pool_shrink(PoolHandle* handle, int64_t* segment) {
     return handle->pool.empty_some(*segment) ? -2 : handle->pool.memory.give_back(*segment);
 }
 
-// The next unused segment to close, each returned once; -1 = none.
+// Returns the next given-back segment that Python must close, each segment once; -1 = none.
 int64_t pool_take_left(PoolHandle* handle) {
     const Held held(handle);
     std::vector<uint32_t>& left = handle->pool.memory.left();
@@ -256,7 +263,7 @@ void pool_usage(PoolHandle* handle, Usage* out) {
             handle->pool.rcache_bytes, memory.num_missing(), memory.num_slabs()};
 }
 
-// The keys of all blocks, oldest first, `most` at most; how many.
+// Writes the keys of all blocks, oldest first, at most `most`; returns their number.
 int64_t pool_keys(PoolHandle* handle, Key* keys, int64_t most) {
     const Held held(handle);
     int64_t count = 0;
@@ -278,15 +285,15 @@ pool::Serving* serving_open(PoolHandle* handle, int fd, const ems::Xxh3* xxh3, c
     return new pool::Serving(handle, fd, *xxh3, *callbacks, *terms);
 }
 
-// Adds bytes received before: requests that arrived with the handshake.
+// Adds bytes that the caller has already received: requests that arrived together with the handshake.
 void serving_feed(pool::Serving* serving, const uint8_t* data, int64_t size) {
     serving->feed(data, static_cast<size_t>(size));
 }
 
-// The session's staging area, or null.
+// Sets the session's staging area; null = none. It must stay mapped until it is replaced or the session is closed.
 void serving_use_arena(pool::Serving* serving, const uint8_t* arena, int64_t size) { serving->use_arena(arena, size); }
 
-// The next frame that is Python's, until the next call. 0, or an error number.
+// Answers requests until one must be handled by Python; *frame is valid until the next call. Returns 0 or an errno.
 int serving_next(pool::Serving* serving, uint64_t valid_at, const uint8_t** frame, int64_t* size) {
     ems::Frame found{};
     const int problem = serving->next(valid_at, found);
@@ -297,7 +304,7 @@ int serving_next(pool::Serving* serving, uint64_t valid_at, const uint8_t** fram
 
 int serving_has_frame(pool::Serving* serving) { return serving->has_frame(); }
 
-// Ends the session's leases and pins.
+// Ends the session: releases its leases and pins, and frees it.
 void serving_close(pool::Serving* serving) { delete serving; }
 
 }  // extern "C"

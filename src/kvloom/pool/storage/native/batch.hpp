@@ -1,4 +1,5 @@
-// A batch of blocks on its way into the pool: reserved under the lock, copied and summed without it, then published.
+// Saving a batch of blocks: memory is reserved under the pool's lock, bytes are copied and checksummed without it, then
+// the blocks are published under the lock again.
 #pragma once
 
 #include <algorithm>
@@ -11,34 +12,34 @@ namespace pool {
 using ems::SummedCopy;
 using ems::Xxh3;
 
-// The state of a batch between two calls.
+// The state of a batch between two calls (after kNeedsMemory).
 struct Batch {
-    std::vector<Begun> begun;
-    std::vector<uint64_t> free;  // offsets that were emptied together, for the keys to come
-    int64_t num_new = 0;         // keys to come that want memory, about
+    std::vector<Begun> begun;    // results for the first keys
+    std::vector<uint64_t> free;  // offsets of slots that are free for the next keys
+    int64_t num_new = 0;         // about how many of the next keys need memory
     bool is_counted = false;     // whether `num_new` is known
 };
 
-// A batch of blocks to write, as in Python. Arrays have `num` elements.
+// A batch of blocks to save; mirrored in library.py. Arrays have `num` elements.
 struct Save {
     const Key* keys;
     const int64_t* lengths;
     const uint8_t* is_rcache;
-    const uint8_t* const* areas;  // where the bytes are
-    const Key* parent;            // before the first key in its chain, or null
+    const uint8_t* const* areas;  // addresses of the blocks' bytes
+    const Key* parent;            // the key before the first one in its chain; null = none
     uint8_t* statuses;
-    Id* ids;            // of the blocks, pinned; kNone where there is none
-    uint64_t* offsets;  // of the memory that was reserved
+    Id* ids;            // the pinned blocks; kNone = none
+    uint64_t* offsets;  // reserved memory
     int64_t num;
-    int64_t num_done;     // of the arrays above, what is filled: up to the first key without room, unless it `goes_on`
-    double copies_limit;  // bytes of copies that there may be
+    int64_t num_done;     // elements of the output arrays that are filled: up to the first key without room, or all
+    double copies_limit;  // most bytes of copies of other nodes' blocks
     int64_t may_grow;
     int64_t is_chain;  // each block follows the one before it
-    int64_t goes_on;   // a key without room does not keep out those behind it
+    int64_t goes_on;   // continue after a key without room
     Batch* batch;
 };
 
-// Of the blocks from `start` on.
+// Whether the blocks from `start` on have the same length and are no copies.
 inline bool is_alike(const Save& save, int64_t start) {
     for (int64_t i = start; i < save.num; i++) {
         if (save.lengths[i] != save.lengths[start] || save.is_rcache[i] != 0) {
@@ -56,7 +57,8 @@ inline int64_t count_missing(const Pool& pool, const Save& save, int64_t start) 
     return count;
 }
 
-// Memory for each key in order, or the existing block, pinned; stops after the first key without room, or goes on.
+// Reserves memory for each key in order, or pins its existing block. Stops after the first key without room, unless
+// save.goes_on. kNeedsMemory: call again when Python has added memory.
 inline Outcome begin(Pool& pool, const Save& save, Batch& batch) {
     while (static_cast<int64_t>(batch.begun.size()) < save.num) {
         const int64_t i = static_cast<int64_t>(batch.begun.size());
@@ -99,7 +101,7 @@ inline Outcome begin(Pool& pool, const Save& save, Batch& batch) {
     return kDone;
 }
 
-// Sums of the batch's bytes: of those copied to memory of their own, and of those whose key is there already.
+// Copies the bytes of new blocks to their memory, and returns the checksums of new and of existing blocks' bytes.
 inline std::vector<Sum> fill(const Xxh3& xxh3, const Save& save, const Batch& batch) {
     SummedCopy copy(xxh3);
     std::vector<Sum> sums(batch.begun.size());
@@ -142,7 +144,7 @@ inline void end(Save& save) {
     save.batch = nullptr;
 }
 
-// Looks up, places, copies, sums, publishes and pins a batch. kNeedsMemory: to be called again.
+// See pool_save.
 inline Outcome write(PoolHandle* handle, const Xxh3& xxh3, Save& save) {
     if (begin_or_stop(handle, save) == kNeedsMemory) {
         return kNeedsMemory;
@@ -161,21 +163,22 @@ inline Outcome write(PoolHandle* handle, const Xxh3& xxh3, Save& save) {
     return kDone;
 }
 
-// Blocks that another node announced and sent, after memory was reserved for them; as held.py has it. [num] each.
+// Blocks that another node announced and then sent into reserved memory; mirrored in library.py. Arrays have `num`
+// elements.
 struct Arrival {
     const Key* keys;
-    int64_t* lengths;  // announced; then of the blocks that are here
+    int64_t* lengths;  // input: announced lengths; output: lengths of the blocks in the pool
     const Sum* announced;
-    const Key* parents;  // before each in its chain, or null
-    const Sum* found;    // of the bytes that came; null = they did not all come
+    const Key* parents;  // the key before each in its chain; null = none
+    const Sum* found;    // checksums of the received bytes; null = the transfer failed
     const uint64_t* offsets;
-    uint8_t* statuses;  // of the reservation: kStored where there is memory; then the final ones
-    Id* ids;            // pinned
+    uint8_t* statuses;  // input: of the reservation, kStored = there is memory; output: final
+    Id* ids;            // pinned blocks
     int64_t num;
-    int64_t is_rcache;  // their home is the node that sent them
+    int64_t is_rcache;  // the blocks are copies: their home is the node that sent them
 };
 
-// Publishes those that came as they were announced; the memory of the others is free again.
+// Publishes the blocks whose checksums are the announced ones, and frees the memory of the others (kUnsound).
 inline void settle(Pool& pool, const Arrival& arrival) {
     std::vector<uint64_t> unsound;
     for (int64_t i = 0; i < arrival.num; i++) {
@@ -206,7 +209,7 @@ inline void settle(Pool& pool, const Arrival& arrival) {
     }
 }
 
-// Keeps nothing of blocks that did not all come.
+// Releases memory and pins of blocks whose transfer failed.
 inline void give_up(Pool& pool, const Arrival& arrival) {
     for (int64_t i = 0; i < arrival.num; i++) {
         if (arrival.statuses[i] == kStored) {
@@ -217,7 +220,7 @@ inline void give_up(Pool& pool, const Arrival& arrival) {
     }
 }
 
-// Gives up a batch that was told to come again.
+// See pool_abandon_batch.
 inline void abandon(PoolHandle* handle, Save& save) {
     const Held held(handle);
     for (const Begun& begun : save.batch->begun) {

@@ -1,4 +1,4 @@
-// A published block, and the keys of blocks that are gone.
+// The index entry of a published block, and a bounded memory of keys of removed blocks.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ namespace pool {
 using ems::Sum;
 using Key = std::array<uint8_t, 32>;
 
-// Seeded, so that a client cannot choose keys that all meet in one bucket.
+// A seeded hash, so that a client cannot choose keys that all fall into one bucket.
 inline uint64_t hash_of(const Key& key, uint64_t seed) {
     uint64_t hash = seed;
     for (size_t i = 0; i < key.size(); i += 8) {
@@ -25,22 +25,22 @@ inline uint64_t hash_of(const Key& key, uint64_t seed) {
     return hash;
 }
 
-// As in entries.py. 128 bytes: with its part of the tables a block takes about 150.
+// The entry of a block; the reference is entries.py. 128 bytes; with its share of the tables a block takes about 150.
 struct Entry {
     Key key;
     Sum sum;
     uint64_t key_hash;
     uint64_t offset;
-    uint64_t used_at;  // bytes the tenant had saved when it was last used
-    uint64_t born : 56;  // number of the publication: tells a block from the next one of the same number
+    uint64_t used_at;  // time of the last use: bytes that the tenant had saved by then
+    uint64_t born : 56;  // number of the publication: distinguishes blocks that have the same id one after the other
     uint64_t uses : 2;
-    uint64_t is_small : 1;  // in the small queue of its order
+    uint64_t is_small : 1;  // whether it is in the small queue of its order
     uint64_t is_rcache : 1;
     uint64_t is_live : 1;
     uint64_t is_spoiled : 1;
     uint64_t is_home : 1;
     uint32_t length;
-    uint32_t slot;  // bytes of memory it takes: its size class
+    uint32_t slot;  // bytes of memory that it occupies: its size class
     uint32_t pins;
     Id hash_next;
     Id parent;
@@ -60,14 +60,14 @@ using Entries = Records<Entry>;
 using Queue = Linked<Entry, &Entry::prev_in_queue, &Entry::next_in_queue>;
 using Shelf = Linked<Entry, &Entry::prev_on_shelf, &Entry::next_on_shelf>;
 
-// Keys in the order in which they came, each with a number; only their hashes are kept.
+// Keys in order of insertion, each with a small number; only the keys' hashes are stored.
 class Remembered {
   public:
     Remembered() : index_(records_) {}
 
     size_t size() const { return list_.size(); }
 
-    // As those of HashIndex.
+    // See HashIndex.
     void expect(uint64_t hash) const { index_.expect(hash); }
     void expect_first(uint64_t hash) const { index_.expect_first(hash); }
 
@@ -82,7 +82,7 @@ class Remembered {
         records_[id].value = value;
     }
 
-    // The number of a key, or `otherwise`.
+    // The number of a key; `otherwise` if the key is not stored.
     uint8_t get(uint64_t hash, uint8_t otherwise) const {
         const Id id = find(hash);
         return id == kNone ? otherwise : records_[id].value;

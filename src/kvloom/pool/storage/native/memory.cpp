@@ -3,10 +3,10 @@
 namespace pool {
 
 namespace {
-constexpr double kMargin = 15.0 / 16;  // a class takes another's slab when that is worth less than this of its own
+constexpr double kMargin = 15.0 / 16;  // a class takes another's slab if that is worth less than this part of its own
 }
 
-// Offsets of free slots of that class: as many of `count` as one slab has; none = no room.
+// Allocates up to `count` slots of a class, all in one slab; returns their offsets. Empty = no room.
 std::vector<uint64_t> Memory::allocate(uint32_t slot, int64_t count) {
     std::vector<uint64_t> offsets;
     const int64_t index = slot <= slab_bytes ? slab_for(slot) : -1;
@@ -57,7 +57,7 @@ int64_t Memory::slab_for(uint32_t slot) {
     return index;
 }
 
-// Frees a slot, and gives its segment to the system if it is the last slot of one that leaves.
+// Frees a slot. If its segment is being given back and this was its last slot in use, the segment is released.
 void Memory::free(uint64_t offset) {
     const uint32_t index = static_cast<uint32_t>(offset / slab_bytes);
     Slab& slab = slabs_[index];
@@ -82,14 +82,14 @@ void Memory::free(uint64_t offset) {
     }
 }
 
-// Never hands a slot out again.
+// Retires a slot: it is never allocated again.
 void Memory::spoil(uint64_t offset) {
     const int64_t segment = static_cast<int64_t>(offset) / segment_bytes;
     spoiled_[segment]++;
     let_go(segment);
 }
 
-// Bytes that blocks of a class could take without anything being freed.
+// Bytes that blocks of a class can occupy before any memory must be freed.
 int64_t Memory::room(uint32_t slot) const {
     int64_t free = static_cast<int64_t>(free_slabs_.size()) * (slab_bytes / slot);
     if (num_missing() > 0 && slabs_.back().slot == 0) {
@@ -99,7 +99,7 @@ int64_t Memory::room(uint32_t slot) const {
     return ((found == room_.end() ? 0 : found->second) + free) * slot;
 }
 
-// A block was published.
+// Records that a block was published.
 void Memory::add(Id id) {
     Entry& entry = entries_[id];
     clock_ += entry.slot;
@@ -110,7 +110,7 @@ void Memory::add(Id id) {
     of_class_[entry.slot].add(entry.slot, clock_);
 }
 
-// A block was used.
+// Records a use of a block.
 void Memory::touch(Id id) {
     Entry& entry = entries_[id];
     const __int128 passed = static_cast<__int128>(clock_ - entry.used_at) * entry.slot;
@@ -119,7 +119,7 @@ void Memory::touch(Id id) {
     of_class_[entry.slot].stamps += passed;
 }
 
-// A block lost its key.
+// Records that a block was removed from the index.
 void Memory::discard(Id id) {
     const Entry& entry = entries_[id];
     Slab& slab = slabs_[entry.offset / slab_bytes];
@@ -128,12 +128,13 @@ void Memory::discard(Id id) {
     of_class_[entry.slot].add(-int64_t{entry.slot}, entry.used_at);
 }
 
-// Bytes that the last slab lacks to its full size; 0 when it is complete or closed.
+// Bytes that the last slab lacks to its full size; 0 if it is complete or closed.
 int64_t Memory::num_missing() const {
     return slabs_.empty() || slabs_.back().is_closed ? 0 : slab_bytes - slabs_.back().size;
 }
 
-// Adds `size` bytes: to a last slab that is short, or as one more; `segment`: of a new segment, if one begins here.
+// Adds `size` bytes: to the last slab if it is incomplete, else as a new slab. segment: address of the new segment if
+// the slab is the first of one.
 void Memory::grow(int64_t size, uint8_t* segment) {
     if (num_missing() > 0) {
         Slab& slab = slabs_.back();
@@ -157,8 +158,9 @@ void Memory::grow(int64_t size, uint8_t* segment) {
     capacity_ += size;
 }
 
-// The blocks of the slab that a class should take from another one; none when it should evict its own.
-// is_forced: it has no evictable block. A slab in which blocks are read or written is no candidate.
+// The blocks of the slab that a class should take from another class; empty = it should evict its own blocks.
+// is_forced: the class has no block that could be evicted. Slabs with blocks that are being read or written are no
+// candidates.
 std::vector<Id> Memory::slab_to_clear(uint32_t slot, bool is_forced) const {
     const std::set<uint32_t> less = lesser(slot);
     const Slab* found = nullptr;
@@ -189,7 +191,7 @@ bool Memory::is_unpinned(const Shelf& shelf) const {
     return id == kNone;
 }
 
-// The classes whose memory is clearly of less use than that of this one.
+// The classes whose memory is worth clearly less (kMargin) than that of this one.
 std::set<uint32_t> Memory::lesser(uint32_t slot) const {
     std::map<uint32_t, double> worth;
     for (const auto& [each, use] : of_class_) {
@@ -209,7 +211,7 @@ std::set<uint32_t> Memory::lesser(uint32_t slot) const {
     return found;
 }
 
-// The segment whose blocks are least useful; is_idle: only those without readers and writers. -1 = none.
+// The segment whose blocks are worth least; is_idle_only: of those without readers and writers. -1 = none.
 int64_t Memory::coldest_segment(bool is_idle_only) const {
     int64_t found = -1;
     double least = 0;
@@ -260,10 +262,10 @@ std::vector<Id> Memory::blocks_of(int64_t segment) const {
     return blocks;
 }
 
-// Takes a segment out of use; it is freed when it has no readers and writers. Its blocks must have lost their keys.
-// Returns its bytes, which others may use from now on.
+// Takes a segment out of use; it is released once it has no readers and writers. Its blocks must have been removed from
+// the index. Returns the bytes that leave this tenant's capacity now.
 int64_t Memory::give_back(int64_t segment) {
-    while (num_slabs() < (segment + 1) * slabs_a_segment()) {  // slabs that were never taken
+    while (num_slabs() < (segment + 1) * slabs_a_segment()) {  // slabs that were never added
         slabs_.emplace_back();
         slabs_.back().is_closed = true;
     }
@@ -276,7 +278,7 @@ int64_t Memory::give_back(int64_t segment) {
     return size;
 }
 
-// Takes a slab out of use for ever; its slots stay valid until freed. Returns its bytes.
+// Takes a slab out of use permanently; allocated slots stay valid until freed. Returns its bytes.
 int64_t Memory::close(Slab& slab, uint32_t index) {
     if (slab.is_closed) {
         return 0;
@@ -302,7 +304,7 @@ void Memory::let_go(int64_t segment) {
     }
 }
 
-// States the invariants; what does not hold, or null.
+// Checks the invariants. Returns a description of the first violation, null = none.
 const char* Memory::check(uint64_t num_blocks) const {
     int64_t used = 0, capacity = 0;
     uint64_t blocks = 0;

@@ -1,5 +1,5 @@
-// The memory of one tenant: which slot a block gets, of what use each slab is, which segment can be given back.
-// allocator.py and memory.py say why, and are what this is compared with.
+// The memory of one tenant: assigns slots to blocks, measures the use of slabs and classes, and chooses segments to
+// give back. The reference implementations, with the reasons, are allocator.py and memory.py; tests compare both.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace pool {
 
 constexpr uint32_t kMinSlot = 4096;
 
-// The size class of a block: the next of eight steps a doubling, 4 KiB at least.
+// The size class of a block, in bytes: its length rounded up to one of eight steps per doubling, at least 4 KiB.
 inline uint32_t slot_bytes(uint32_t length) {
     if (length <= kMinSlot) {
         return kMinSlot;
@@ -25,7 +25,8 @@ inline uint32_t slot_bytes(uint32_t length) {
     return (length + step - 1) / step * step;
 }
 
-// Of a slab or a class: bytes of its blocks, and the sum of bytes * the time they were used at.
+// Use of a slab or a size class: the bytes of its blocks, and the sum over blocks of bytes * time of last use. Time is
+// measured in bytes saved by the tenant.
 struct Use {
     int64_t bytes = 0;
     __int128 stamps = 0;
@@ -35,7 +36,7 @@ struct Use {
         stamps += static_cast<__int128>(size) * used_at;
     }
 
-    // Its bytes, weighted by age: half after `capacity` bytes of saves.
+    // Its bytes, weighted by their mean age: the weight is 1/2 at an age of `capacity`.
     double worth(uint64_t now, int64_t capacity) const {
         if (bytes == 0) {
             return 0;
@@ -46,16 +47,16 @@ struct Use {
 };
 
 struct Slab {
-    int64_t size = 0;   // bytes in use for slots
-    uint32_t slot = 0;  // size class, 0 = free
-    int64_t used = 0;   // slots handed out
-    int64_t next = 0;   // slots from here on were never handed out
+    int64_t size = 0;   // bytes that slots may occupy
+    uint32_t slot = 0;  // size class, 0 = the slab is free
+    int64_t used = 0;   // allocated slots
+    int64_t next = 0;   // slots from this one on have never been allocated
     bool is_closed = false;
-    std::vector<uint32_t> free;  // slots given back
+    std::vector<uint32_t> free;  // freed slots
     Shelf shelf;                 // its published blocks
     Use use;
 
-    // Slots that could be handed out.
+    // Number of slots that can be allocated.
     int64_t room() const {
         return slot == 0 ? 0 : static_cast<int64_t>(free.size()) + size / slot - next;
     }
@@ -122,10 +123,10 @@ class Memory {
     std::vector<uint8_t*> segments_;  // null = given back
     std::set<int64_t> leaving_;       // segments that are given back once all their slots are freed
     std::map<int64_t, int64_t> spoiled_;
-    std::vector<uint32_t> left_;  // unused segments, for Python to close
+    std::vector<uint32_t> left_;  // given-back segments that Python has not closed yet
     int64_t used_bytes_ = 0;
     int64_t capacity_ = 0;
-    uint64_t clock_ = 0;  // bytes saved
+    uint64_t clock_ = 0;  // time: bytes saved so far
     uint64_t num_given_back_ = 0;
 };
 

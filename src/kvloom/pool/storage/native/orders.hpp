@@ -1,5 +1,5 @@
-// Which block goes when room is needed: S3-FIFO or least recently used, an order for each size class, of the tenant's own
-// blocks apart from copies of other nodes'. evict.py says why and is what this is compared with.
+// Eviction orders: S3-FIFO or LRU, one order per size class, separate for the tenant's own blocks and for copies of
+// other nodes' blocks. The reference implementation, with the reasons, is evict.py; tests compare both.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ class Order {
 
     size_t size() const { return small_.size() + main_.size(); }
 
-    // As those of HashIndex, for a key that comes or goes.
+    // Prefetch for a key that is about to be added or removed; see HashIndex.
     void expect(uint64_t hash) const {
         ghosts_.expect(hash);
         former_.expect(hash);
@@ -42,8 +42,9 @@ class Order {
         }
     }
 
-    // A reader asked for a key that is not in, and for `count` - 1 behind it: moves the share towards the queue that
-    // would have kept it; the fewer of its keys are known, the further.
+    // Records that a reader missed a key and the count - 1 after it. If the key is remembered, shifts the small queue's
+    // share towards the queue that would have kept it; the fewer keys are remembered of that queue, the larger the
+    // shift.
     void missed(uint64_t key_hash, int64_t count) {
         const uint64_t num_unused = std::max<size_t>(1, ghosts_.size()), num_used = std::max<size_t>(1, former_.size());
         const uint64_t step = std::min<uint64_t>(count, kMaxMissed) * kWhole / std::max(kMinSize, size());
@@ -68,7 +69,7 @@ class Order {
         }
     }
 
-    // The block to evict; kNone when all are pinned. Ages the blocks that it passes, at most kMaxPassed.
+    // The block to evict; kNone if all are pinned. Ages the blocks that it passes over, at most kMaxPassed per call.
     Id victim(Entries& entries) {
         if (is_lru_) {
             return first_unpinned(entries, main_);
@@ -106,14 +107,14 @@ class Order {
     }
 
   private:
-    static constexpr uint8_t kMaxUses = 3;      // more hits than this do not make a block stay longer
-    static constexpr uint64_t kWhole = uint64_t{1} << 32;  // shares are integers of it
-    static constexpr uint64_t kLeast = kWhole / 10, kMost = kWhole * 9 / 10;  // of the keys, in the small queue
-    static constexpr uint64_t kFall = 8;  // a key that had been used is missed by so many times more
+    static constexpr uint8_t kMaxUses = 3;      // further uses do not make a block stay longer
+    static constexpr uint64_t kWhole = uint64_t{1} << 32;  // a share of 1, as shares are fixed-point numbers
+    static constexpr uint64_t kLeast = kWhole / 10, kMost = kWhole * 9 / 10;  // limits of the small queue's share
+    static constexpr uint64_t kFall = 8;  // a missed key that had been used shifts the share by so many times more
     static constexpr uint64_t kMaxMissed = 64, kMaxRatio = 64;
     static constexpr size_t kMinSize = 256;
-    static constexpr uint8_t kNotMissed = 0, kMissed = 1;  // since it went
-    static constexpr size_t kMaxPassed = 4096;  // in one call: well below a millisecond
+    static constexpr uint8_t kNotMissed = 0, kMissed = 1;  // whether a removed key was missed since
+    static constexpr size_t kMaxPassed = 4096;  // takes well below a millisecond
 
     Queue& queue_of(const Entry& entry) { return entry.is_small ? small_ : main_; }
 
@@ -127,8 +128,8 @@ class Order {
 
     bool is_lru_;
     Queue small_, main_;
-    Remembered ghosts_;  // keys that left the small queue
-    Remembered former_;  // keys that left the main queue, and were not missed since
+    Remembered ghosts_;  // keys evicted from the small queue
+    Remembered former_;  // keys evicted from the main queue and not missed since
     uint64_t share_ = kLeast;
 };
 
@@ -147,7 +148,7 @@ class Orders {
         return *found->second;
     }
 
-    // A reader asked for a key that is not in, and for `count` - 1 behind it.
+    // Records in all orders that a reader missed a key and the count - 1 after it.
     void missed(uint64_t key_hash, int64_t count) {
         for (Map* orders : {&copies_, &own_}) {
             for (const auto& each : *orders) {
@@ -156,7 +157,7 @@ class Orders {
         }
     }
 
-    // Those of one class, copies first.
+    // The orders of one class, copies first.
     std::vector<Order*> of_slot(uint32_t slot) {
         std::vector<Order*> found;
         for (auto* orders : {&copies_, &own_}) {
@@ -169,7 +170,7 @@ class Orders {
 
     std::vector<Order*> copies() { return heaviest_first(copies_); }
 
-    // All, copies first.
+    // All orders, copies first.
     std::vector<Order*> every() {
         std::vector<Order*> found = heaviest_first(copies_);
         for (Order* order : heaviest_first(own_)) {

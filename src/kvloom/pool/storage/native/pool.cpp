@@ -3,14 +3,14 @@
 namespace pool {
 
 namespace {
-constexpr size_t kMaxRemembered = 65536;  // keys whose loss can still be explained
-constexpr int kMaxEvictions = 4096;       // to make room for one block
-constexpr size_t kForgottenAtOnce = 2048;  // of a segment that is given back, between two turns of others
-constexpr int64_t kEvictedAtOnce = 8 << 20;  // bytes of one chain, likewise
-constexpr int64_t kAheadBlocks = 16;      // blocks evicted at a time, while other requests wait
+constexpr size_t kMaxRemembered = 65536;  // removed keys whose cause of removal is remembered
+constexpr int kMaxEvictions = 4096;       // most attempts to make room for one block
+constexpr size_t kForgottenAtOnce = 2048;  // most blocks of a segment removed per call: other calls wait meanwhile
+constexpr int64_t kEvictedAtOnce = 8 << 20;  // most bytes of a chain evicted per call, for the same reason
+constexpr int64_t kAheadBlocks = 16;      // most blocks evicted ahead per call, for the same reason
 }  // namespace
 
-// A use.
+// Pins a block; counts as a use.
 void Pool::pin(Id id) {
     Entry& entry = entries[id];
     entry.pins++;
@@ -25,7 +25,7 @@ void Pool::unpin(Id id) {
     }
 }
 
-// The memory of a block that has neither key nor pins can have another.
+// Frees the memory (retires it if spoiled) and the entry of a removed block without pins.
 void Pool::release(Id id) {
     const Entry& entry = entries[id];
     if (entry.is_spoiled) {
@@ -36,7 +36,7 @@ void Pool::release(Id id) {
     entries.give_back(id);
 }
 
-// A reader did not find a key, nor `count` - 1 behind it: why.
+// Records that a reader missed a key and the count - 1 after it. Returns the cause of the first miss.
 uint8_t Pool::missed(const Key& key, int64_t count) {
     const uint64_t hash = hash_of(key, seed_);
     orders_.missed(hash, count);
@@ -77,7 +77,7 @@ Id Pool::new_entry(const Written& written) {
     return id;
 }
 
-// A block of a key that is not in; pinned once.
+// Adds a block whose key is not in the index; pinned once.
 Id Pool::add(const Written& written) {
     Id parent = written.parent != nullptr ? find(*written.parent) : kNone;
     if (parent != kNone && entries[parent].is_rcache != written.is_rcache) {
@@ -97,7 +97,7 @@ Id Pool::add(const Written& written) {
     return id;
 }
 
-// Children are a list in the order in which they came; the first one knows the last.
+// Appends a child to its parent's list of children; prev_sibling of the first child is the last one.
 void Pool::adopt(Id parent, Id child) {
     Entry& above = entries[parent];
     Entry& entry = entries[child];
@@ -129,7 +129,7 @@ void Pool::orphan(Id child) {
     entry.parent = entry.prev_sibling = entry.next_sibling = kNone;
 }
 
-// Removes a block. The caller owns its memory if no reader pins it, otherwise its last reader does.
+// Removes a block from the index. Unpinned: the caller must reuse or free its memory. Pinned: the last unpin frees it.
 void Pool::forget(Id id, uint8_t cause) {
     Entry& entry = entries[id];
     index_.remove(id);
@@ -163,7 +163,7 @@ Published Pool::publish(const Written& written) {
     return {kStored, add(written)};
 }
 
-// Removes a pinned block whose bytes are damaged; its memory is never used again.
+// Removes a pinned block whose bytes are corrupt; its memory is retired once unpinned.
 void Pool::spoil(Id id) {
     forget(id, kCorrupt);
     entries[id].is_spoiled = true;
@@ -179,7 +179,7 @@ Id Pool::victim_of(const std::vector<Order*>& orders) {
     return kNone;
 }
 
-// The end of an unpinned chain below a block: a prefix is worth more than what follows it.
+// The last block of the unpinned chain below a block. It is evicted first, as a prefix is worth more than what follows.
 Id Pool::leaf_below(Id id) const {
     if (hint_ != kNone && hint_victim_ == entries[id].key) {
         const Entry& hint = entries[hint_];
@@ -199,8 +199,8 @@ Id Pool::leaf_below(Id id) const {
     }
 }
 
-// Forgets the least useful block of the first order that has one, and its chain's blocks from the end to it. Stops at
-// `wanted` bytes. What it returns is the caller's, to use its memory or to free it.
+// Removes blocks from the end of a chain up to the victim, the least useful block of the first order that has one,
+// until `wanted` bytes are reached. Returns the removed blocks, whose memory the caller must reuse or free.
 std::vector<Id> Pool::evict_from(const std::vector<Order*>& orders, int64_t wanted) {
     std::vector<Id> gone;
     const Id victim = victim_of(orders);
@@ -227,7 +227,7 @@ std::vector<Id> Pool::evict_from(const std::vector<Order*>& orders, int64_t want
     return gone;
 }
 
-// The memory of blocks that lost their key and are not pinned can have another. How many bytes.
+// Frees the memory and entries of removed blocks without pins; returns the bytes.
 int64_t Pool::free_all(const std::vector<Id>& gone) {
     int64_t freed = 0;
     for (Id id : gone) {
@@ -238,7 +238,7 @@ int64_t Pool::free_all(const std::vector<Id>& gone) {
     return freed;
 }
 
-// Empties the slab of another class that is of less use than this class's; is_forced: of the least use.
+// Empties a slab of another class that is worth less than this class's slabs; is_forced: the slab that is worth least.
 bool Pool::clear_slab(uint32_t slot, bool is_forced) {
     const std::vector<Id> gone = memory.slab_to_clear(slot, is_forced);
     for (Id id : gone) {
@@ -249,14 +249,15 @@ bool Pool::clear_slab(uint32_t slot, bool is_forced) {
     return !gone.empty();
 }
 
-// Offsets of slots of that size into `offsets`, one at least; none when only pinned blocks are in the way.
+// Reserves at least one slot of the wished class, evicting if needed. `offsets` stays empty if only pinned blocks are
+// left.
 Outcome Pool::make_room(const Wish& wish, std::vector<uint64_t>& offsets) {
     auto has_many_copies = [&] { return static_cast<double>(rcache_bytes + wish.slot) > wish.copies_limit; };
     for (int n = 0; n < kMaxEvictions; n++) {
         std::vector<Id> gone;
         if (wish.is_rcache && has_many_copies()) {
             gone = evict_from(orders_.copies(), wish.bytes);
-            if (gone.empty()) {  // all copies are being read: another one only fits into unused memory
+            if (gone.empty()) {  // all copies are being read: only unused memory can hold another one
                 offsets = memory.allocate(wish.slot, 1);
                 return offsets.empty() && wish.may_grow ? kNeedsMemory : kDone;
             }
@@ -294,7 +295,7 @@ Outcome Pool::make_room(const Wish& wish, std::vector<uint64_t>& offsets) {
     return kDone;
 }
 
-// Evicts some of what a batch of `count` blocks would evict, before it comes; share: bytes that are kept free at most.
+// Evicts, in advance, some of the blocks that a batch of `count` blocks would evict; share: most bytes to keep free.
 Outcome Pool::make_room_ahead(uint32_t slot, int64_t count, int64_t share, bool may_grow) {
     const int64_t lacking = std::min(count, share / slot) * slot - memory.room(slot);
     if (lacking <= 0) {
@@ -304,15 +305,15 @@ Outcome Pool::make_room_ahead(uint32_t slot, int64_t count, int64_t share, bool 
         return kNeedsMemory;
     }
     if (memory.wants_slab(slot)) {
-        return kDone;  // a whole slab lasts long and takes time: only when it is needed
+        return kDone;  // emptying a whole slab takes long: not in advance
     }
     const std::vector<Id> gone = evict_from(orders_.of_slot(slot), std::min<int64_t>(lacking, kAheadBlocks * slot));
     free_all(gone);
     return gone.empty() ? kDone : kMore;
 }
 
-// Drops some of what an order says: first blocks of the segments of least use, which go back to the node, then single
-// blocks, until all that are not pinned are gone. Whether there is more to do.
+// Carries out a part of an eviction order: first empties the least useful segments, which go back to the node, then
+// evicts single blocks until all that are not pinned are gone. Returns kMore if there is more to do.
 Outcome Pool::evict_some(Eviction& order) {
     if (order.segment >= 0) {
         if (!empty_some(order.segment)) {
@@ -349,7 +350,7 @@ Outcome Pool::evict_some(Eviction& order) {
     return order.freed < order.size ? kMore : kDone;
 }
 
-// Forgets some blocks of a segment; those that are being read stay readable until then. Whether there are more.
+// Removes some blocks of a segment; pinned ones stay readable until they are unpinned. Returns whether there are more.
 bool Pool::empty_some(int64_t segment) {
     std::vector<Id> blocks = memory.blocks_of(segment), unpinned;
     const bool has_more = blocks.size() > kForgottenAtOnce;
@@ -365,7 +366,7 @@ bool Pool::empty_some(int64_t segment) {
     return has_more;
 }
 
-// States the invariants; what does not hold, or null.
+// Checks the invariants. Returns a description of the first violation, null = none.
 const char* Pool::check() {
     size_t in_orders = 0;
     for (Order* order : orders_.every()) {

@@ -1,6 +1,7 @@
-// Pool: the index of one tenant's blocks on one node, their chains, pins and eviction. store.py and index.py say why, and
-// are what this is compared with. What needs the node or the system (budget, segments, counters) stays in Python:
-// a call that lacks memory stops with `kNeedsMemory` and is called again when Python has asked for it.
+// Pool: the index of one tenant's blocks on one node, with their chains, pins and eviction. The reference
+// implementations, with the reasons, are store.py and index.py; tests compare both. What concerns the node or the
+// system (budget, segments, counters) stays in Python: a call that lacks memory returns kNeedsMemory; Python asks for
+// memory and calls it again.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +17,14 @@
 
 namespace pool {
 
-// Of ems.wire.messages; kUnsound: other bytes came than were announced; kLeft: its memory is being given back meanwhile,
-// so that it is not kept.
+// As Status in ems.wire.messages, and two more. kUnsound: the received bytes are not the announced ones. kLeft: the
+// block's memory is being given back, so it was not kept.
 enum Status : uint8_t { kStored = 0, kDuplicate = 1, kConflict = 2, kNoRoom = 3, kLocal = 6, kUnsound = 254, kLeft = 255 };
 inline bool is_success(uint8_t status) { return status <= kConflict || status == kLocal; }
 enum Cause : uint8_t { kCold = 1, kEvicted = 2, kCorrupt = 3 };
 enum Outcome : int { kDone = 0, kMore = 1, kNeedsMemory = 2 };
 
-// Result for a key to be written: memory of its own, the existing block, pinned, or no room.
+// Result of reserving memory for a key: new memory, the existing block (pinned), or no room.
 struct Begun {
     Status status;  // kStored: memory at `offset`; kDuplicate: the block `id`; kNoRoom
     Id id;
@@ -31,16 +32,16 @@ struct Begun {
     uint8_t* memory;  // address of `offset`; valid until it is freed
 };
 
-// Where a block's memory is wanted. may_grow: Python was not asked for memory yet, or gave some.
+// A request for a block's memory. may_grow: kNeedsMemory may be returned, because Python has not yet refused memory.
 struct Wish {
     uint32_t slot;
     bool is_rcache;
-    int64_t bytes;        // that are worth emptying at once
-    double copies_limit;  // bytes of copies that there may be
+    int64_t bytes;        // bytes to free at once if blocks must be evicted
+    double copies_limit;  // most bytes of copies of other nodes' blocks
     bool may_grow;
 };
 
-// A block whose bytes are written.
+// A block whose bytes have been written to its memory.
 struct Written {
     Key key;
     uint64_t offset;
@@ -56,16 +57,16 @@ struct Published {
     Id id;  // pinned
 };
 
-// An order to evict `size` bytes, which is carried out in turns with others. As library.py has it.
+// An order to evict `size` bytes, carried out in parts, between which other calls can run; mirrored in library.py.
 struct Eviction {
     int64_t size;
-    int64_t freed;         // so far
-    int64_t closed_bytes;  // of segments that were given back so far
-    int64_t segment;       // that is being emptied, -1 = none
-    int64_t has_segments;  // whether there are more of them to look at
+    int64_t freed;         // bytes freed so far
+    int64_t closed_bytes;  // bytes of the segments given back so far
+    int64_t segment;       // the segment that is being emptied, -1 = none
+    int64_t has_segments;  // whether there may be more segments to give back
 };
 
-// All methods but those of `lock` are called under it.
+// The caller of any method must hold `lock` (see Held).
 class Pool {
   public:
     Pool(int64_t segment_bytes, int64_t slab_bytes, bool is_lru, uint64_t seed)
@@ -122,15 +123,16 @@ class Pool {
     Orders orders_;
     Remembered lost_;
     uint64_t num_born_ = 0;
-    // Where the last eviction stopped in a chain: below this victim, at this block, if it is still the same one.
+    // Where the last eviction stopped in a chain: at block hint_, below the victim with this key. Valid only if hint_
+    // still is the block with hint_born_.
     Key hint_victim_{};
     Id hint_ = kNone;
     uint64_t hint_born_ = 0;
 };
 
-constexpr int64_t kExpected = 64;  // keys prefetched at once: what that reads fits into a core's own caches
+constexpr int64_t kExpected = 64;  // keys prefetched at once: their data fits the core's own caches
 
-// Before keys are looked for, kExpected at most: what that reads is in no cache, since batches of blocks pass through them.
+// Prefetches what looking up at most kExpected keys will read. It is not cached: the bytes of batches displace it.
 inline void Pool::expect(const Key* keys, int64_t num) const {
     std::array<uint64_t, kExpected> hashes;
     for (int64_t i = 0; i < num; i++) {
@@ -142,7 +144,7 @@ inline void Pool::expect(const Key* keys, int64_t num) const {
     }
 }
 
-// Before blocks of that class are published whose keys were not found. They may have been before.
+// Prefetches what publishing new blocks of a class will read: the memories of removed keys, and free entries.
 inline void Pool::expect_new(const Key* keys, int64_t num, uint32_t slot) {
     const Order& order = orders_.of(slot, false);
     std::array<uint64_t, kExpected> hashes;
@@ -159,7 +161,7 @@ inline void Pool::expect_new(const Key* keys, int64_t num, uint32_t slot) {
     }
 }
 
-// Before a block is forgotten.
+// Prefetches what removing a block will read.
 inline void Pool::expect_gone(Id id) {
     const Entry& entry = entries[id];
     index_.expect(entry.key_hash);
@@ -176,7 +178,7 @@ inline Id Pool::find(const Key& key) const {
     return index_.find(hash_of(key, seed_), [&](const Entry& entry) { return entry.key == key; });
 }
 
-// The block of the i-th of some keys that are looked for in turn.
+// Looks up keys[i]. Must be called for i = 0, 1, ... in turn; prefetches for the next keys.
 inline Id Pool::find_next(const Key* keys, int64_t i, int64_t num) const {
     if (i % kExpected == 0) {
         expect(keys + i, std::min(kExpected, num - i));
@@ -187,15 +189,15 @@ inline Id Pool::find_next(const Key* keys, int64_t i, int64_t num) const {
 constexpr size_t kNumStatuses = 8;  // of messages.Status
 constexpr size_t kNumCauses = 8;    // of messages.Cause
 
-// Counters of sessions that are served here. Python adds them to its own.
+// Counters of sessions that are served by C++. Python adds them to its own. Updated without a lock.
 struct Counts {
-    std::atomic<uint64_t> num_calls{0};  // grows whenever one of the others may have
+    std::atomic<uint64_t> num_calls{0};  // increases after any of the others may have changed
     std::atomic<uint64_t> saved[kNumStatuses] = {};
     std::atomic<uint64_t> missed[kNumCauses] = {};
     std::atomic<uint64_t> load_keys{0};
     std::atomic<uint64_t> load_hits{0};
     std::atomic<uint64_t> corrupt{0};
-    std::atomic<uint64_t> denied_leases{0};  // batches that were found, and not lent: the session reads too many
+    std::atomic<uint64_t> denied_leases{0};  // batches found but not lent, because the session has too many leases
 
     void add_one(std::atomic<uint64_t>& count) {
         count++;
@@ -210,7 +212,7 @@ struct Counts {
         num_calls++;
     }
 
-    // A load of so many keys, and why the first of those that were not found was not.
+    // Counts a load of num_keys keys; cause: why the first key that was not found was missing.
     void add(uint64_t num_keys, uint64_t num_found, uint8_t cause) {
         load_keys += num_keys;
         load_hits += num_found;
@@ -219,16 +221,16 @@ struct Counts {
     }
 };
 
-// Figures that Python reads without a call.
+// Figures that Python reads from shared memory, without a call.
 struct Glance {
     std::atomic<uint64_t> num_evicted{0};
     std::atomic<uint64_t> num_given_back{0};  // segments
-    std::atomic<uint64_t> num_left{0};        // of these, those that Python has not closed
+    std::atomic<uint64_t> num_left{0};        // of these, segments that Python has not closed yet
     Counts counts;
-    // Of the tenant's budget; Python writes them.
+    // The tenant's budget, written by Python.
     std::atomic<int64_t> quota{0};
     std::atomic<int64_t> may_grow{0};
-    std::atomic<uint64_t> looked_at{0};  // the budget's number of changes when they were written
+    std::atomic<uint64_t> looked_at{0};  // the budget's version (number of changes) when they were written
 };
 
 }  // namespace pool
@@ -244,7 +246,7 @@ struct PoolHandle {
 
 namespace pool {
 
-// Holds the pool; what Python reads is up to date when it lets go.
+// Holds the pool's lock during its lifetime, and updates the Glance before it releases the lock.
 class Held {
   public:
     explicit Held(PoolHandle* handle) : handle_(*handle), lock_(handle->pool.lock) {}

@@ -1,4 +1,4 @@
-// A session's requests, decoded from its frames. Invalid ones are left to Python.
+// Decodes a session's requests from frames. Invalid requests (is_good = false) are left to Python.
 #pragma once
 
 #include <numeric>
@@ -8,7 +8,7 @@
 
 namespace pool {
 
-// The keys of a request and whether only this node is asked.
+// The keys of a request, and whether it concerns this node only. Points into the frame.
 struct Asked {
     const Key* keys = nullptr;
     int64_t num = 0;
@@ -25,7 +25,7 @@ struct Asked {
     }
 };
 
-// Blocks to save, and where they lie in the staging area.
+// A request to save blocks: their keys, and offsets and lengths in the staging area. Points into the frame.
 struct ToSave {
     const Key* keys = nullptr;
     const Key* parent = nullptr;  // the key before the first, or null
@@ -43,7 +43,7 @@ struct ToSave {
         body.integers(lengths);
         const uint8_t* before = body.bytes(num_parent);
         parent = num_parent > 0 ? reinterpret_cast<const Key*>(before) : nullptr;
-        body.boolean();  // whether a copy stays here: always, without other nodes
+        body.boolean();  // whether a copy is kept on this node; without other nodes it always is
         is_last = body.boolean(true);
         is_chain = body.boolean(true);
         const size_t num = num_keys / sizeof(Key);
@@ -64,7 +64,7 @@ struct ToSave {
     }
 };
 
-// Whether the next request is here, and is the last of a batch: then its client waits for the answers of all.
+// Whether the next request has arrived and is the last save of a batch: its client then waits for all answers.
 inline bool ends_batch(const ems::FrameStream& stream) {
     ems::Frame next{};
     if (!stream.peek(next) || next.header.op != ems::kSave) {

@@ -9,10 +9,10 @@ namespace {
 using ems::BodyReader;
 using ems::Frame;
 
-constexpr int64_t kKeysAtOnce = 64;               // of a message, between two turns of other sessions at the index
-constexpr int64_t kSendNs = int64_t{10} * 1000000000;  // a client that takes its answers no faster is gone
-constexpr int64_t kHeldShare = 4;                 // answers are held back up to 1 / it of the staging area in all
-constexpr int64_t kAheadShare = 16;               // of a quota, what is kept free for the next batch at most
+constexpr int64_t kKeysAtOnce = 64;               // keys handled per hold of the lock, so that other sessions get turns
+constexpr int64_t kSendNs = int64_t{10} * 1000000000;  // time limit for sending answers; then the client counts as gone
+constexpr int64_t kHeldShare = 4;                 // 1 / kHeldShare of the staging area may wait for held-back answers
+constexpr int64_t kAheadShare = 16;               // at most 1 / kAheadShare of a quota is kept free for the next batch
 }  // namespace
 
 Serving::~Serving() {
@@ -45,7 +45,7 @@ int Serving::next(uint64_t valid_at, Frame& frame) {
     }
 }
 
-// Whether another request is here, or on its way.
+// Whether another request has arrived, entirely or in part.
 bool Serving::has_frame() const {
     pollfd wanted{fd_, POLLIN, 0};
     return stream_.has_frame() || poll(&wanted, 1, 0) > 0;
@@ -59,7 +59,7 @@ int Serving::flush() {
     return problem;
 }
 
-// Whether a request was answered, or needs no answer.
+// Handles a request; false = it is left to Python.
 bool Serving::answer(const Frame& frame) {
     is_held_ = false;
     switch (frame.header.op) {
@@ -84,7 +84,7 @@ bool Serving::answer(const Frame& frame) {
     }
 }
 
-// One status a key, in order. After the first key that found no room the others are not tried.
+// Answers one status per key, in order. Keys after the first one without room are not tried.
 bool Serving::save(const Frame& frame) {
     const ToSave wanted(frame);
     if (!wanted.is_good || terms_.can_save == 0 || arena_ == nullptr || !wanted.is_within(arena_bytes_)) {
@@ -134,7 +134,7 @@ bool Serving::save(const Frame& frame) {
     return true;
 }
 
-// A part of a message's blocks, up to the first without room.
+// Saves a part of a message's blocks, up to the first one without room.
 void Serving::store(Save& part) {
     Glance& glance = handle_->glance;
     if (glance.looked_at != terms_.budget_version->load()) {
@@ -147,7 +147,7 @@ void Serving::store(Save& part) {
     close_left();
     const int64_t last = part.num_done - 1;
     if (last >= 0 && part.statuses[last] == kNoRoom && end_read()) {
-        part.num_done = last;  // that one is tried once more
+        part.num_done = last;  // the last one is tried again
     }
     for (int64_t i = 0; i < part.num_done; i++) {
         const uint32_t slot = slot_bytes(static_cast<uint32_t>(part.lengths[i]));
@@ -163,8 +163,8 @@ void Serving::store(Save& part) {
     }
 }
 
-// Some of what can wait until a batch was answered: makes room for another of its size, then ends its pins. Whether
-// there is more to do.
+// Does a part of the work that can wait until a batch is answered: makes room for another batch of its size, then
+// unpins its blocks. Returns whether there is more to do.
 bool Serving::rest() {
     if (!has_ended_) {
         return false;
@@ -208,7 +208,7 @@ void Serving::unpin(const std::vector<Id>& ids) {
     close_left();
 }
 
-// The longest prefix of the keys that is here, pinned under a lease.
+// Load: pins the longest prefix of the keys that is in the pool, under a lease.
 bool Serving::load(const Frame& frame) {
     const Asked asked(frame);
     if (!asked.is_good) {
@@ -239,7 +239,7 @@ bool Serving::load(const Frame& frame) {
     return true;
 }
 
-// Each of the keys that is here, pinned under one lease; one that comes twice is pinned twice.
+// Pick: pins every key that is in the pool, under one lease; a key that is named twice is pinned twice.
 bool Serving::pick(const Frame& frame) {
     const Asked asked(frame);
     if (!asked.is_good) {
@@ -272,12 +272,12 @@ bool Serving::pick(const Frame& frame) {
     return true;
 }
 
-// Where blocks lie, and their sums; zeros where there is none. Their pins become a lease.
+// Answers with the blocks' places and checksums (zeros for missing ones), and turns their pins into a lease.
 void Serving::say_found(const Frame& request, const std::vector<Id>& ids, uint8_t cause) {
     std::vector<Id> pinned;
     std::copy_if(ids.begin(), ids.end(), std::back_inserter(pinned), [](Id id) { return id != kNone; });
     const bool is_lent = !pinned.empty() && !leases_.is_full();
-    const bool is_each = request.header.op == ems::kPick;  // the answer has an entry for each key, not each block
+    const bool is_each = request.header.op == ems::kPick;  // the answer has an entry for every key, found or not
     const size_t num = is_lent || is_each ? ids.size() : 0;
     std::vector<int64_t> segments(num), offsets(num), lengths(num);
     std::vector<Sum> sums(num);
@@ -315,7 +315,7 @@ void Serving::say_found(const Frame& request, const std::vector<Id>& ids, uint8_
     out_.end();
 }
 
-// Ends a lease. A block that the client found damaged is checked here before it is dropped.
+// Release: ends a lease. A block that the client reports as corrupt is checked before it is removed.
 bool Serving::release(const Frame& frame) {
     BodyReader body = frame.body();
     const int64_t number = body.integer(), corrupt = body.integer(-1);
@@ -330,7 +330,7 @@ bool Serving::release(const Frame& frame) {
     return true;
 }
 
-// Checks a pinned block's bytes; when they changed, forgets it and never uses its memory again.
+// Checks a pinned block's checksum; if its bytes have changed, removes it and retires its memory.
 void Serving::distrust(Id id) {
     Pool& pool = handle_->pool;
     const uint8_t* memory;
@@ -353,7 +353,7 @@ void Serving::distrust(Id id) {
     }
 }
 
-// Length of the prefix that a load would find; no use of it.
+// Exists: answers with the length of the prefix that a load would find; does not count as a use.
 bool Serving::exists(const Frame& frame) {
     const Asked asked(frame);
     if (!asked.is_good) {
@@ -375,7 +375,7 @@ bool Serving::exists(const Frame& frame) {
     return true;
 }
 
-// Which of the keys `pick` would find.
+// Has: answers which of the keys `pick` would find.
 bool Serving::has(const Frame& frame) {
     const Asked asked(frame);
     if (!asked.is_good) {

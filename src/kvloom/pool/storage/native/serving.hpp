@@ -1,5 +1,6 @@
-// One session's requests, answered from the pool without Python: saves, loads, exists, and what values ask. What needs
-// the node (other nodes, limits, staging areas, whatever is malformed) is handed to Python, frame by frame, in order.
+// Serves one session's requests from the pool without Python: save, load, exists, and pick and has for values. Requests
+// that concern the node (other nodes, limits, staging areas) and malformed ones are passed to Python, frame by frame,
+// in order.
 #pragma once
 
 #include <map>
@@ -10,37 +11,37 @@
 
 namespace pool {
 
-// Python functions for a session, called with the interpreter lock; none of them raises.
+// Python functions that a session calls; they take the interpreter lock and do not raise.
 struct Callbacks {
-    void (*look)();       // writes the budget's part of the Glance anew
-    int (*grow)();        // takes more memory, if the tenant may have it, and looks; whether it did
-    int (*refuse)(const Key* key, uint32_t slot);  // counts a block that found no room; its status
-    void (*close_left)();                          // closes unused segments
+    void (*look)();       // updates the budget's part of the Glance
+    int (*grow)();        // adds memory if the tenant's budget allows it, then as look; returns whether it did
+    int (*refuse)(const Key* key, uint32_t slot);  // counts a block without room; returns its status
+    void (*close_left)();                          // closes given-back segments
 };
 
-// What a session may answer here. Versions are numbers of changes, which Python counts.
+// What a session may serve without Python. Versions are counters of changes, which Python increments.
 struct Terms {
-    int64_t can_save;    // the tenant's rate has no limit, and blocks have their home here
-    int64_t has_others;  // other nodes may have missing blocks
+    int64_t can_save;    // saves: the tenant has no rate limit, and this node is the home of its blocks
+    int64_t has_others;  // other nodes may hold blocks that are missing here
     const std::atomic<uint64_t>* budget_version;
     const std::atomic<uint64_t>* keyring_version;
-    const std::atomic<int64_t>* board;  // where the client writes which leases it has read, or null
+    const std::atomic<int64_t>* board;  // shared memory in which the client marks leases as read; null = none
 };
 
-// What a session's client is reading: blocks that are pinned until it ends their lease, by a message, or by writing its
-// number on the session's board, memory that both see: that wakes nobody, and is found whenever the session looks. Leases
-// are read in order, so a number stands for all up to it.
+// The leases of a session: pinned blocks that the client is reading. The client ends a lease by a message, or by
+// writing its number to the board, memory shared with the session; this wakes no thread, and the session finds it when
+// it next looks. Clients read leases in order, so a number on the board ends all leases up to it.
 class Leases {
   public:
-    // board: null = there is none.
+    // board: null = none.
     explicit Leases(const std::atomic<int64_t>* board) : board_(board) {}
 
     bool is_full() const { return pinned_.size() >= kMost; }
 
-    // Whether there may be something to find on the board.
+    // Whether the board may show leases that have ended.
     bool are_shown() const { return board_ != nullptr && !pinned_.empty(); }
 
-    // A new lease of these blocks.
+    // Creates a lease of these pinned blocks; returns its number.
     int64_t lend(std::vector<Id> ids) {
         const int64_t number = next_;
         next_ += 2;
@@ -54,18 +55,18 @@ class Leases {
         return found != pinned_.end() ? take(found) : std::vector<Id>{};
     }
 
-    // The same for the first lease that the board marks as read.
+    // Ends the first lease if the board marks it as read. Returns its blocks, as end().
     std::vector<Id> end_read() {
         const bool is_read = are_shown() && pinned_.begin()->first <= board_->load(std::memory_order_acquire);
         return is_read ? take(pinned_.begin()) : std::vector<Id>{};
     }
 
-    // Likewise any.
+    // Ends some lease. Returns its blocks, as end(); none if there is no lease.
     std::vector<Id> end_one() { return !pinned_.empty() ? take(pinned_.begin()) : std::vector<Id>{}; }
 
   private:
     static constexpr size_t kMost = 1024;
-    using Pinned = std::map<int64_t, std::vector<Id>>;  // none without blocks
+    using Pinned = std::map<int64_t, std::vector<Id>>;  // every lease has at least one block
 
     std::vector<Id> take(Pinned::iterator at) {
         std::vector<Id> ids = std::move(at->second);
@@ -75,7 +76,7 @@ class Leases {
 
     const std::atomic<int64_t>* board_;
     Pinned pinned_;
-    int64_t next_ = 1;  // odd: the even ones are Python's
+    int64_t next_ = 1;  // odd numbers; Python uses the even ones
 };
 
 class Serving {
@@ -84,8 +85,8 @@ class Serving {
         : handle_(handle), fd_(fd), xxh3_(xxh3), callbacks_(callbacks), terms_(terms), stream_(fd), leases_(terms.board) {}
     ~Serving();
 
-    // Answers requests until one is Python's, or the connection fails: 0 and the frame, or an error number.
-    // valid_at: the keyring's version when the session's key was last found valid.
+    // Answers requests until one must be handled by Python, or the connection fails. Returns 0 and the frame, or an
+    // errno. valid_at: the keyring's version when the session's key was last checked and valid.
     int next(uint64_t valid_at, ems::Frame& frame);
 
     bool has_frame() const;
@@ -93,10 +94,12 @@ class Serving {
     void use_arena(const uint8_t* arena, int64_t size) { arena_ = arena, arena_bytes_ = size; }
 
   private:
-    static constexpr int64_t kFirstLookNs = 1000000;  // at the board, after a request; the next looks come later and
-    static constexpr int64_t kLastLookNs = 64 * kFirstLookNs;  // later, and then this far apart
+    // Pauses between looks at the board while no request arrives: kFirstLookNs at first, then doubling up to
+    // kLastLookNs.
+    static constexpr int64_t kFirstLookNs = 1000000;
+    static constexpr int64_t kLastLookNs = 64 * kFirstLookNs;
 
-    // The next request. Until it comes leases end that the client has read.
+    // Waits for the next request, and meanwhile ends leases that the client has read.
     int receive(ems::Frame& frame) {
         for (int64_t pause_ns = kFirstLookNs;; pause_ns = std::min(2 * pause_ns, kLastLookNs)) {
             const bool looks = leases_.are_shown();
@@ -108,7 +111,7 @@ class Serving {
         }
     }
 
-    // Whether there was a lease to end.
+    // Ends the leases that the client has read; returns whether there were any.
     bool end_read() {
         bool has_ended = false;
         for (std::vector<Id> ids; !(ids = leases_.end_read()).empty(); has_ended = true) {
@@ -145,13 +148,13 @@ class Serving {
     Callbacks callbacks_;
     Terms terms_;
     ems::FrameStream stream_;
-    ems::FrameWriter out_;  // answers that were not sent yet
-    bool is_held_ = false;    // the last answer waits for the next
-    int64_t held_bytes_ = 0;  // bytes of the staging area that are saved, but not answered yet
+    ems::FrameWriter out_;  // answers that are not sent yet
+    bool is_held_ = false;    // whether the last answer is held back to be sent with the next one
+    int64_t held_bytes_ = 0;  // bytes of the staging area that are saved but whose answers are held back
     const uint8_t* arena_ = nullptr;
     int64_t arena_bytes_ = 0;
-    std::vector<Id> batch_;  // pinned until `rest`: a batch makes room neither for itself nor for the next
-    bool is_in_batch_ = false;  // its next message is on its way: nothing is done that can wait
+    std::vector<Id> batch_;  // the batch's blocks, pinned until rest() so that neither it nor the next one evicts them
+    bool is_in_batch_ = false;  // the batch's next message is expected: work that can wait is not done
     bool has_ended_ = false;
     int64_t num_stored_ = 0;     // of the batch
     uint32_t largest_slot_ = 0;  // of the batch

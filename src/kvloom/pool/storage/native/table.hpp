@@ -1,5 +1,5 @@
-// The index's data structures: arrays that grow without moving, hash tables that grow by a bucket, linked lists.
-// Nothing here ever touches all of its elements at once, so that no call takes longer because a pool is large.
+// The index's data structures: arrays that grow without moving elements, hash tables that grow by one bucket at a time,
+// linked lists. No operation touches all elements, so no call takes longer because a pool is large.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace pool {
 using Id = uint32_t;
 constexpr Id kNone = UINT32_MAX;
 
-// An array in chunks: growing moves nothing, and a reference stays valid.
+// An array in chunks: growing does not move elements, so references stay valid.
 template <typename T>
 class Chunked {
   public:
@@ -30,10 +30,10 @@ class Chunked {
     std::vector<std::unique_ptr<T[]>> chunks_;
 };
 
-// Has what lies there on its way: several of those that a batch will read, all in no cache, come in the time of one.
+// Prefetches memory: when done for several uncached places before any is read, all arrive in about the time of one.
 inline void expect(const void* what) { __builtin_prefetch(what); }
 
-// Records by number; a number that is given back is used again.
+// Records, identified by number; numbers that are given back are reused.
 template <typename T>
 class Records {
   public:
@@ -59,7 +59,7 @@ class Records {
         }
     }
 
-    // Those that are taken next.
+    // Prefetches the free records that are taken next.
     void expect_free(size_t count) const {
         for (size_t i = 0; i < std::min(count, free_.size()); i++) {
             expect(free_[free_.size() - 1 - i]);
@@ -74,8 +74,8 @@ class Records {
     Id size_ = 0;
 };
 
-// Linear hashing (Litwin, 1980) over records with `hash()` and `hash_next`: one bucket is split for each record that is
-// one too many, so that there is never a moment at which all of them are hashed anew.
+// Linear hashing (Litwin, 1980) over records with hash() and hash_next: each record beyond the number of buckets splits
+// one bucket, so the table is never rehashed as a whole.
 template <typename T>
 class HashIndex {
   public:
@@ -88,7 +88,8 @@ class HashIndex {
 
     size_t size() const { return size_; }
 
-    // Before `find`: the bucket of a hash, and some time later its first record.
+    // Prefetches for a later find(): expect the bucket of a hash; expect_first, once that has arrived, its first
+    // record.
     void expect(uint64_t hash) const { pool::expect(&heads_[bucket(hash)]); }
     void expect_first(uint64_t hash) const {
         if (const Id id = heads_[bucket(hash)]; id != kNone) {
