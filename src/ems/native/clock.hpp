@@ -1,4 +1,4 @@
-// The clock of deadlines.
+// The clock by which deadlines are measured.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace ems {
 
-// Of the clock that Python's time.monotonic() reads.
+// The current time in nanoseconds of CLOCK_MONOTONIC, which Python's time.monotonic() reads too.
 inline int64_t now_ns() {
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);

@@ -1,4 +1,4 @@
-// Copies: those of a save, which may go past the caches, and those of a load.
+// Copying bytes of blocks: for saves, with stores that may bypass the caches; for loads, with prefetching.
 #pragma once
 
 #include <cstddef>
@@ -14,10 +14,11 @@ namespace ems {
 constexpr size_t kLine = 64;
 
 #ifdef __x86_64__
-constexpr bool kHasLines = true;       // whether there are copies line by line
+constexpr bool kHasLines = true;       // whether this processor has the copies of cache lines below
 constexpr size_t kAhead = 16 * kLine;  // prefetch distance: the source may be in another core's cache
 
-// Copies whole lines to `target` past the caches, and to `kept`, both at a multiple of a line: each byte is read once.
+// Copies whole cache lines to `target`, bypassing the caches, and at the same time to `kept`, so that each byte is read
+// once. Both must be aligned to cache lines.
 inline void copy_lines_sse2(uint8_t* target, uint8_t* kept, const uint8_t* source, size_t size) {
     constexpr size_t kStep = sizeof(__m128i), kSteps = kLine / kStep;
     for (size_t i = 0; i < size; i += kLine) {
@@ -33,7 +34,7 @@ inline void copy_lines_sse2(uint8_t* target, uint8_t* kept, const uint8_t* sourc
     }
 }
 
-// The same with a line a register: it is written whole.
+// The same with a whole cache line per register and store.
 __attribute__((target("avx512f"))) inline void copy_lines_avx512(uint8_t* target, uint8_t* kept, const uint8_t* source,
                                                                  size_t size) {
     for (size_t i = 0; i < size; i += kLine) {
@@ -49,7 +50,7 @@ inline void copy_lines(uint8_t* target, uint8_t* kept, const uint8_t* source, si
     has_avx512 ? copy_lines_avx512(target, kept, source, size) : copy_lines_sse2(target, kept, source, size);
 }
 
-// Copies whole lines to a multiple of a line, while as many bytes from `next` on come into the caches.
+// Copies whole cache lines to an aligned target, and meanwhile prefetches as many bytes from `next` on.
 inline void move_lines_sse2(uint8_t* target, const uint8_t* source, size_t size, const uint8_t* next) {
     for (size_t i = 0; i < size; i += sizeof(__m128i)) {
         if (i % kLine == 0) {
@@ -83,10 +84,10 @@ inline void move_lines(uint8_t*, const uint8_t*, size_t, const uint8_t*) {}
 inline void finish_copies() {}
 #endif
 
-// Copies data that is in the caches already. next: data read after it, about as many bytes; prefetched meanwhile, since it
-// may be in another core's cache.
+// Copies data that is already in the caches. next: about as many bytes that will be read next; they are prefetched
+// meanwhile, because they may be in another core's cache.
 inline void copy_ahead(uint8_t* target, const uint8_t* source, size_t size, const uint8_t* next) {
-    constexpr size_t kLeast = 1 << 10;  // below, ends that are no whole lines are most of it
+    constexpr size_t kLeast = 1 << 10;  // for fewer bytes, the incomplete lines at both ends dominate
     if (!kHasLines || size < kLeast) {
         std::memcpy(target, source, size);
         return;

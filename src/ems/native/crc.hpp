@@ -29,7 +29,7 @@ struct CrcTable {
     }
 };
 
-// Eight bytes at a time, by tables (Kounavis and Berry, 2005). `crc`: inverted CRC of the bytes before.
+// Eight bytes at a time, by tables (Kounavis and Berry, 2005). `crc`: inverted CRC of the preceding bytes.
 inline uint32_t crc32_by_tables(const uint8_t* data, size_t size, uint32_t crc) {
     static constexpr CrcTable table;
     for (; size >= 8; size -= 8, data += 8) {
@@ -48,10 +48,11 @@ inline uint32_t crc32_by_tables(const uint8_t* data, size_t size, uint32_t crc) 
 }
 
 #ifdef __x86_64__
-constexpr size_t kFold = 64;  // bytes at a time
+constexpr size_t kFold = 64;  // bytes folded at a time
 
-// The same for a multiple of 16 bytes, kFold at least, by products of polynomials: no tables, which no cache has behind a
-// batch (Gopal et al., Fast CRC Computation Using PCLMULQDQ, Intel 2009, whose constants these are).
+// The same for a multiple of 16 bytes, at least kFold, by carry-less multiplication (Gopal et al., Fast CRC Computation
+// Using PCLMULQDQ, Intel 2009, from which the constants are). It needs no tables, which a batch would have displaced
+// from the caches.
 __attribute__((target("pclmul,sse4.1"))) inline uint32_t crc32_by_products(const uint8_t* data, size_t size,
                                                                            uint32_t crc) {
     const auto load = [](const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); };
@@ -75,16 +76,16 @@ __attribute__((target("pclmul,sse4.1"))) inline uint32_t crc32_by_products(const
         const __m128i low = _mm_clmulepi64_si128(sum, by_16, 0x00), high = _mm_clmulepi64_si128(sum, by_16, 0x11);
         sum = _mm_xor_si128(_mm_xor_si128(low, high), next);
     }
-    sum = _mm_xor_si128(_mm_srli_si128(sum, 8), _mm_clmulepi64_si128(sum, by_16, 0x10));  // to 64 bits
+    sum = _mm_xor_si128(_mm_srli_si128(sum, 8), _mm_clmulepi64_si128(sum, by_16, 0x10));  // folds to 64 bits
     const __m128i folded = _mm_clmulepi64_si128(_mm_and_si128(sum, low_words), to_32, 0x00);
     sum = _mm_xor_si128(_mm_srli_si128(sum, 4), folded);
-    __m128i quotient = _mm_clmulepi64_si128(_mm_and_si128(sum, low_words), poly, 0x10);  // Barrett's
+    __m128i quotient = _mm_clmulepi64_si128(_mm_and_si128(sum, low_words), poly, 0x10);  // Barrett reduction
     quotient = _mm_clmulepi64_si128(_mm_and_si128(quotient, low_words), poly, 0x00);
     return static_cast<uint32_t>(_mm_extract_epi32(_mm_xor_si128(sum, quotient), 1));
 }
 #endif
 
-// `crc`: that of the bytes before.
+// CRC-32 of `size` bytes. `crc`: the CRC of the preceding bytes, to continue it.
 inline uint32_t crc32(const uint8_t* data, size_t size, uint32_t crc = 0) {
     crc = ~crc;
 #ifdef __x86_64__

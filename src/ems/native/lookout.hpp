@@ -1,5 +1,5 @@
-// Spinning for an answer before sleeping until it comes. A thread on a sleeping core starts 20 to 35 us after it is woken,
-// and waking it keeps the other side busy for 10 us.
+// Spinning for an answer before sleeping: a thread whose core sleeps starts only 20 to 35 us after it is woken, and
+// waking it costs the sender 10 us.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 
 namespace ems {
 
-// Whether to spin. A thread that spun in vain skips it for the next answers, for twice as many each time; so does one that
-// was preempted since the last call, because other threads want the core.
+// Decides whether to spin. After spinning in vain, the next answers are awaited without spinning, about twice as many
+// each time; likewise after the thread was preempted since the last call, because other threads need the core.
 class Patience {
   public:
     bool may_look(bool was_preempted) {
@@ -43,14 +43,15 @@ class Patience {
         num_left_out_ = pause_;
     }
 
-    int64_t pause_ = 0;  // answers that are left out the next time, about
-    int64_t num_left_out_ = 0;
+    int64_t pause_ = 0;  // number of answers for which spinning was last suspended; halved by each success
+    int64_t num_left_out_ = 0;  // number of answers for which it is still suspended
 };
 
-// Of one link.
+// Spins for the answers of one link. Not thread-safe.
 class Lookout {
   public:
-    // Until the socket can be read, kMostNs at most, if that seems worth it.
+    // Spins until the socket is readable, at most kMostNs; returns at once if spinning is suspended or there is one
+    // core.
     void look(int fd) {
         static const bool has_cores = std::thread::hardware_concurrency() > 1;
         if (has_cores && patience_.may_look(was_preempted())) {
@@ -59,8 +60,8 @@ class Lookout {
     }
 
   private:
-    static constexpr int64_t kMostNs = 100'000;  // a save's last answer takes 80 us, a load's 30
-    static constexpr int kPauses = 8;            // of the processor, between two looks
+    static constexpr int64_t kMostNs = 100'000;  // the last answer of a save takes 80 us, that of a load 30 us
+    static constexpr int kPauses = 8;            // pause instructions between two polls
 
     static bool comes(int fd) {
         const int64_t end_ns = now_ns() + kMostNs;
@@ -82,7 +83,7 @@ class Lookout {
 #endif
     }
 
-    // Whether the kernel took the core from this thread since it asked last.
+    // Whether the kernel has preempted this thread since its last call.
     static bool was_preempted() {
         static thread_local long num_known = 0;
         rusage used{};

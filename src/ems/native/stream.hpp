@@ -1,5 +1,5 @@
-// Frames over a connected Unix socket, and a link of requests and their answers. Nothing here throws; what goes wrong is an
-// error number, as errno has it.
+// Frames over a connected Unix socket, and a link that exchanges requests and answers. Functions report failures by
+// returning an errno (0 = success) and do not throw.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,7 @@ inline uint32_t left_ms(int64_t deadline_ns) {
     return static_cast<uint32_t>(std::clamp<int64_t>((deadline_ns - now_ns()) / 1000000, 0, UINT32_MAX));
 }
 
-// Until the socket can be read or written. 0, or ETIMEDOUT.
+// Waits until the socket is ready for `events`. Returns 0, ETIMEDOUT or another errno.
 inline int wait_for(int fd, short events, int64_t deadline_ns) {
     while (true) {
         const int64_t left_ns = deadline_ns == kForEver ? 0 : deadline_ns - now_ns();
@@ -58,10 +58,10 @@ inline int send_all(int fd, const uint8_t* data, size_t size, int64_t deadline_n
     return 0;
 }
 
-// A frame that was received. It stays until the next one is asked for.
+// A received frame; it is valid until the next call of FrameStream::next.
 struct Frame {
     Header header;
-    const uint8_t* bytes;  // header and body; if it is not a frame, the bytes received
+    const uint8_t* bytes;  // header and body; if malformed, all bytes received
     size_t size;
 
     BodyReader body() const { return {bytes + kHeaderBytes, size - kHeaderBytes}; }
@@ -71,7 +71,7 @@ class FrameStream {
   public:
     explicit FrameStream(int fd) : fd_(fd) {}
 
-    // Bytes received before this stream was created.
+    // Adds bytes that were received before this stream was created.
     void feed(const uint8_t* data, size_t size) {
         if (size == 0) {
             return;
@@ -81,7 +81,7 @@ class FrameStream {
         end_ += size;
     }
 
-    // Whether the whole of another frame is here; then `next` does not wait.
+    // Whether another complete frame was received; then next() does not wait.
     bool has_frame() const {
         if (end_ - start_ < kHeaderBytes) {
             return false;
@@ -90,7 +90,7 @@ class FrameStream {
         return !is_sound(header) || end_ - start_ >= kHeaderBytes + header.body_bytes;
     }
 
-    // Another frame whose whole is here, without going on to it. It was not checked.
+    // Looks at the next frame, if it was received completely, without consuming it or checking its CRC.
     bool peek(Frame& frame) const {
         if (!has_frame() || !is_sound(header_here())) {
             return false;
@@ -99,7 +99,8 @@ class FrameStream {
         return true;
     }
 
-    // The next frame. 0, ETIMEDOUT, ECONNRESET when the other side closed, kMalformed, or what recv says.
+    // Receives the next frame. Returns 0, ETIMEDOUT, ECONNRESET if the peer has closed, kMalformed, or an errno of
+    // recv.
     int next(int64_t deadline_ns, Frame& frame) {
         while (!has_frame()) {
             if (const int problem = receive(deadline_ns)) {
@@ -147,7 +148,8 @@ class FrameStream {
             buffer_.resize(end_ + wanted);
         }
         while (true) {
-            // Who sleeps in `recv` itself is woken whenever the other end reads what it was sent: `poll` tells that apart.
+            // Not a blocking recv: a thread that sleeps in one is also woken when the peer reads what it was sent; poll
+            // is not.
             const ssize_t count = recv(fd_, buffer_.data() + end_, buffer_.size() - end_, MSG_DONTWAIT);
             if (count > 0) {
                 end_ += static_cast<size_t>(count);
@@ -167,7 +169,7 @@ class FrameStream {
     }
 
     int fd_;
-    std::vector<uint8_t> buffer_;  // of which start_ .. end_ is not read yet
+    std::vector<uint8_t> buffer_;  // bytes [start_, end_) are not consumed yet
     size_t start_ = 0;
     size_t end_ = 0;
 };
@@ -176,7 +178,7 @@ class FrameStream {
 
 namespace ems {
 
-// Instead of an error number.
+// Returned instead of an errno.
 constexpr int kUnexpected = -1;  // the answer is in `odd`
 constexpr int kUnmapped = -2;    // segments must be mapped, or mapped again, before the call continues
 constexpr int kOutside = -3;     // a block lies outside of its segment
@@ -185,27 +187,27 @@ constexpr int kOutside = -3;     // a block lies outside of its segment
 
 extern "C" {
 
-// A link. odd: the frame that was not expected, until the next call.
+// A link. odd: an unexpected frame of num_odd bytes, valid until the next call.
 struct EmsLine {
-    int64_t deadline_ns;  // of the running call
-    int64_t request_id;   // of the last request
+    int64_t deadline_ns;  // deadline of the current call
+    int64_t request_id;   // number of the last request
     const uint8_t* odd;
     int64_t num_odd;
-    std::atomic<int64_t>* board;  // where the agent looks for the last lease that was read; or null
+    std::atomic<int64_t>* board;  // shared memory: the number of the last lease that was read, for the agent; or null
 };
 
 }  // extern "C"
 
 namespace ems {
 
-// With buffers that are reused by all calls, so that none allocates memory.
+// A link with its connection, and buffers that all calls reuse, so that calls do not allocate memory. Not thread-safe.
 class Exchange : public EmsLine {
   public:
     explicit Exchange(int fd) : EmsLine{}, fd_(fd), stream_(fd) {}
 
-    // Of the last load: where its blocks lie, and their sums.
+    // The last load's answer: places and checksums of the blocks.
     std::vector<int64_t> segments, offsets, lengths;
-    std::vector<int64_t> numbers;  // of those that were there, where each was asked for
+    std::vector<int64_t> numbers;  // the index in the request of each block that was found
     std::vector<Sum> sums;
 
     FrameWriter& begin(Op op, uint8_t num_values) {
@@ -219,7 +221,7 @@ class Exchange : public EmsLine {
         return send_all(fd_, writer_.data.data(), writer_.data.size(), deadline_ns);
     }
 
-    // The next answer, which must be that message. 0, an error number, or kUnexpected.
+    // Receives the next answer, which must be of type `op`. Returns 0, an errno or kUnexpected.
     int receive(Op op, Frame& frame) {
         if (!stream_.has_frame()) {
             lookout_.look(fd_);
@@ -229,7 +231,7 @@ class Exchange : public EmsLine {
         return is_odd ? unexpected(frame) : problem;
     }
 
-    // Whether the connection is there, with nothing to be read.
+    // Whether the connection is open and there is nothing to read.
     bool is_idle() const {
         pollfd wanted{fd_, POLLIN, 0};
         return !stream_.has_frame() && poll(&wanted, 1, 0) == 0;

@@ -1,5 +1,5 @@
-// xxh3-128 sums of blocks. The functions are those of the xxhash library that Python has loaded anyway: their addresses
-// are handed in, so that both sides sum with the same code and nothing of it is copied here.
+// XXH3-128 checksums of blocks, computed by the xxhash library that Python has loaded: Python passes the addresses of
+// its functions, so that both use the same code and the library's source need not be copied.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ struct Hash128 {
     uint64_t high;
 };
 
-// Addresses of xxhash's functions, in the order in which Python hands them in.
+// Addresses of xxhash's functions, in the order in which Python passes them.
 struct Xxh3 {
     Hash128 (*whole)(const void* data, size_t size);
     void* (*create)();
@@ -28,7 +28,7 @@ struct Xxh3 {
     Hash128 (*digest)(const void* state);
 };
 
-// The canonical form: the high half first, big-endian, as Python's digest() gives it.
+// A checksum in canonical form: the high half first, big-endian, as Python's digest() returns it.
 using Sum = std::array<uint8_t, 16>;
 
 inline Sum canonical(Hash128 hash) {
@@ -42,7 +42,7 @@ inline Sum canonical(Hash128 hash) {
 
 inline Sum sum_of(const Xxh3& xxh3, const uint8_t* data, size_t size) { return canonical(xxh3.whole(data, size)); }
 
-// Copies blocks and sums what it wrote, in pieces: each is summed while it is still in the cache.
+// Copies blocks and computes the checksum of the written bytes, piece by piece, while each is still in the cache.
 class SummedCopy {
   public:
     explicit SummedCopy(const Xxh3& xxh3) : xxh3_(xxh3), state_(xxh3.create()) {}
@@ -52,7 +52,7 @@ class SummedCopy {
 
     bool is_ready() const { return state_ != nullptr; }
 
-    // The sum is of the bytes at `target`: a process that still writes to `source` cannot make the two differ.
+    // The checksum is that of the copied bytes: it is right even if another process still writes to `source`.
     Sum operator()(uint8_t* target, const uint8_t* source, size_t size) {
         Sum sum;
         is_past_ = kHasLines && size >= kLarge;
@@ -71,10 +71,11 @@ class SummedCopy {
     }
 
   private:
-    static constexpr size_t kPiece = 8 << 10;   // source and copy together fit into the first cache of a core
-    static constexpr size_t kLarge = 4 << 10;   // goes past the caches: hardly a block is read while they would have it
+    static constexpr size_t kPiece = 8 << 10;   // source and copy together fit a core's first-level cache
+    // Blocks of at least this size are written past the caches: few are read while the caches would still hold them.
+    static constexpr size_t kLarge = 4 << 10;
 
-    // Writes a piece; where the same bytes can be summed.
+    // Writes a piece; returns the address of a cached copy, to compute the checksum from.
     const uint8_t* put(uint8_t* target, const uint8_t* source, size_t size) {
         if (!is_past_ || reinterpret_cast<uintptr_t>(target) % kLine != 0) {
             std::memcpy(target, source, size);
@@ -90,7 +91,7 @@ class SummedCopy {
     alignas(kLine) uint8_t kept_[kPiece];
     const Xxh3& xxh3_;
     void* state_;
-    bool is_past_ = false;  // whether this block goes past the caches
+    bool is_past_ = false;  // whether this block is written past the caches
 };
 
 }  // namespace ems

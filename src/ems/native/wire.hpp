@@ -1,5 +1,5 @@
-// Frames and their MessagePack bodies, as ems/wire/frames.py and packing.py have them, for the calls that move batches.
-// Malformed input is only reported as malformed: Python decodes it again and raises the detailed error.
+// Frames and their MessagePack bodies, for the calls that move batches; the format is that of ems/wire/frames.py and
+// packing.py. Malformed input is only reported as malformed: Python decodes it again and raises the detailed error.
 #pragma once
 
 #include <algorithm>
@@ -16,13 +16,13 @@ namespace ems {
 constexpr uint32_t kMagic = 0x31534D45;  // "EMS1"
 constexpr uint8_t kVersion = 1;
 constexpr size_t kHeaderBytes = 28;
-constexpr size_t kCrcAt = 24;  // in the header; covers everything before and behind it
+constexpr size_t kCrcAt = 24;  // offset of the CRC in the header; it covers all bytes before and after it
 constexpr size_t kMaxBodyBytes = 1 << 20;
 constexpr size_t kKeyBytes = 32;
-constexpr int64_t kMaxKeys = 4096;               // a frame
+constexpr int64_t kMaxKeys = 4096;               // per frame
 constexpr int64_t kMaxBlockBytes = int64_t{1} << 28;
 
-// Of messages.py.
+// Message types, as in messages.py.
 enum Op : uint8_t {
     kSave = 9,
     kSaved = 10,
@@ -54,7 +54,8 @@ inline uint32_t crc_of(const uint8_t* frame, size_t body_bytes) {
     return crc32(frame + kHeaderBytes, body_bytes, crc32(frame, kCrcAt));
 }
 
-// Writes frames one behind the other. Integers take the fewest bytes.
+// Appends frames to `data`: begin, then as many values as announced, then end. Integers are encoded in the fewest
+// bytes.
 class FrameWriter {
   public:
     std::vector<uint8_t> data;
@@ -117,7 +118,7 @@ class FrameWriter {
     }
 
   private:
-    // Of a negative number, by its complement: 0 to 3 for 1 to 8 bytes.
+    // Width of a negative number, given its complement: 0 to 3 for 1, 2, 4 or 8 bytes.
     static uint8_t width_of(int64_t below) { return below < 0x80 ? 0 : below < 0x8000 ? 1 : below < 0x80000000 ? 2 : 3; }
 
     void put(uint64_t value, int size) {
@@ -134,7 +135,7 @@ class FrameWriter {
     size_t start_ = 0;
 };
 
-// Reads the values of a body in order. After a value of another type `is_good` is false.
+// Reads the values of a body in order. After a value of an unexpected type is_good() is false.
 class BodyReader {
   public:
     BodyReader(const uint8_t* data, size_t size) : at_(data), end_(data + size), left_(head(0x90, 0xDC)) {}
@@ -150,7 +151,7 @@ class BodyReader {
 
     int64_t integer(int64_t otherwise = 0) { return next() ? number() : otherwise; }
 
-    // `size` bytes that stay where they are.
+    // Returns a pointer into the body and sets `size`; null if there are no bytes.
     const uint8_t* bytes(size_t& size) {
         size = 0;
         if (!next()) {
@@ -181,8 +182,8 @@ class BodyReader {
         }
     }
 
-    // Whether all that was read is what it should be, and `num_missing` values at most were not there, as in older
-    // versions. What newer ones add behind them is left unread.
+    // Whether all values had the expected types and at most num_missing were absent, as in messages of older versions.
+    // Further values, which newer versions append, are ignored.
     bool is_good(uint64_t num_missing = 0) const {
         return is_good_ && num_missing_ <= num_missing && (left_ > 0 || at_ == end_);
     }

@@ -1,7 +1,7 @@
-// The SDK's data path: a batch of blocks between the registered KV cache and the pool's memory, in one call.
+// The SDK's data path: copies a batch of blocks between the registered KV cache and the pool's memory in one call.
 //
-// Nothing here allocates, locks or waits; the caller has checked that every run lies within its tensor. A block's bytes
-// are, tensor by tensor, its tokens in order, as HostTensors in ems/buffer.py has them.
+// These functions do not allocate, lock or wait. The caller has checked that every run lies within its tensor. The
+// bytes of a block are its tokens in order, tensor by tensor, as in HostTensors of ems/buffer.py.
 
 #include "blocks.hpp"
 
@@ -11,13 +11,13 @@ using ems::Xxh3;
 
 extern "C" {
 
-// The sum of `size` bytes into `out` [16]: for the check that both sides sum alike.
+// Writes the checksum of `size` bytes to out[16]; used to check that Python and C++ compute the same checksums.
 void ems_sum(const Xxh3* xxh3, const uint8_t* data, uint64_t size, uint8_t* out) {
     const Sum sum = ems::sum_of(*xxh3, data, size);
     std::memcpy(out, sum.data(), sum.size());
 }
 
-// Writes each block's bytes to its target; sums [num_blocks][16], if not null, gets their sums.
+// Copies each block's bytes to its target, and writes their checksums to sums [num_blocks][16], unless that is null.
 void ems_gather(const Batch* batch, uint8_t* const* targets, const Xxh3* xxh3, uint8_t* sums) {
     for (int64_t block = 0; block < batch->num_blocks; block++) {
         const uint8_t* end = ems::gather(*batch, block, targets[block]);
@@ -28,10 +28,10 @@ void ems_gather(const Batch* batch, uint8_t* const* targets, const Xxh3* xxh3, u
     }
 }
 
-// Writes each source's bytes to its block's tokens, if length and checksum match.
+// Copies each source's bytes to its block's tokens, if length and checksum match.
 //
-// lengths [num_blocks] in bytes; sums [num_blocks][16], null = the sources are not checked. Returns how many blocks were
-// written: the first that does not match, and those behind it, leave the cache as it was.
+// lengths: [num_blocks] in bytes; sums: [num_blocks][16], null = checksums are not compared. Returns the number of
+// blocks written: the first block that does not match, and the blocks after it, are not written.
 int64_t ems_scatter(const Batch* batch, const uint8_t* const* sources, const int64_t* lengths, const Xxh3* xxh3,
                     const Sum* sums) {
     for (int64_t block = 0; block < batch->num_blocks; block++) {

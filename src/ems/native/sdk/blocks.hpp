@@ -1,4 +1,4 @@
-// Blocks of the registered KV cache, and how the pieces of each are found in it.
+// The blocks of a batch in the registered KV cache: the pieces of memory of which each consists, and copying them.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 namespace ems {
 
-constexpr int64_t kSkipped = -1;  // instead of a block number: tokens that a load leaves alone
+constexpr int64_t kSkipped = -1;  // Run::number of tokens that a load does not write
 
-// A registered tensor. stride: bytes from block to block; width: bytes of a token.
+// A registered tensor. stride: bytes from block to block; width: bytes of a token; group: its layer group.
 struct Tensor {
     uint8_t* data;
     int64_t stride;
@@ -18,7 +18,7 @@ struct Tensor {
     int64_t group;
 };
 
-// Tokens that lie together: the block of the cache, the first one in it, how many.
+// Contiguous tokens: the number of the cache's block, the first token in it, the number of tokens.
 struct Run {
     int64_t number;
     int64_t start;
@@ -57,7 +57,7 @@ inline int64_t block_bytes(const Batch& batch, int64_t block) {
     return size;
 }
 
-// Writes a block's bytes to `target`; where they end.
+// Copies a block's bytes to `target`; returns the end of the copy.
 inline uint8_t* gather(const Batch& batch, int64_t block, uint8_t* target) {
     for_pieces(batch, block, [&](const uint8_t* memory, size_t size) {
         std::memcpy(target, memory, size);
@@ -66,8 +66,8 @@ inline uint8_t* gather(const Batch& batch, int64_t block, uint8_t* target) {
     return target;
 }
 
-// Writes a source, of as many bytes as the block has, to the block's tokens. next: the source that is read after it, or
-// null.
+// Copies `source`, which has as many bytes as the block, to the block's tokens. next: the source that will be read
+// after it, to be prefetched; or null.
 inline void scatter(const Batch& batch, int64_t block, const uint8_t* source, const uint8_t* next) {
     const uint8_t* ahead = next != nullptr ? next : source + kAhead;
     for_pieces(batch, block, [&](uint8_t* memory, size_t count) {

@@ -1,6 +1,6 @@
-// A plain call from what its caller gave to its result, in one step: Python's lock is held while the arguments are read,
-// and not afterwards. What is not plain, or needs what the link does not have yet, is left to Python before anything is
-// sent.
+// Carries out a plain call from its Python arguments to its result in one C++ call. The interpreter lock is held only
+// while the arguments are read. Calls that are not plain, or need something that the link does not have yet, are left
+// to Python before anything is sent.
 #include <numeric>
 
 #include "given.hpp"
@@ -8,44 +8,46 @@
 
 namespace {
 
-// Instead of an error number, as kUnexpected.
-constexpr int kNotPlain = -4;  // nothing was sent
-constexpr int kPartly = -5;    // Python has something to do or to say
-constexpr int64_t kNoRoom = 6;  // of messages.py: why a load found no more
+// Returned instead of an errno, like kUnexpected.
+constexpr int kNotPlain = -4;  // the call is left to Python; nothing was sent
+constexpr int kPartly = -5;    // Python must continue the call or report its result
+constexpr int64_t kNoRoom = 6;  // of messages.py: the cause for which a load found no more blocks
 
-constexpr int64_t kKeptSlots = 1 << 16;  // a call's memory serves the next one up to that: 3 MiB about
+// The next call reuses the memory of one with at most so many slots (about 3 MiB), and frees that of a larger one.
+constexpr int64_t kKeptSlots = 1 << 16;
 
 }  // namespace
 
 extern "C" {
 
-// State that calls over one link share. Python writes it, and reads the result of the last call.
+// State that the calls over one link share; mirrored in calls.py. Python writes it and reads the result of the last
+// call.
 struct EmsCalls {
     const EmsPython* python;
     const EmsCache* cache;
     const ems::Xxh3* xxh3;
     EmsLine* line;
     int64_t max_block_bytes;
-    int64_t region_bytes;  // of the staging area, for one message's blocks, about
-    int64_t num_regions;   // at most
+    int64_t region_bytes;  // about the bytes of the staging area for the blocks of one message
+    int64_t num_regions;   // most regions
     int64_t first_bytes;
-    // The staging area, and how much was asked for.
+    // The staging area, its size, and the size that was requested.
     uint8_t* arena;
     int64_t arena_bytes;
     int64_t arena_asked;
-    // The segments that are mapped, and how many had been given back then.
+    // The mapped segments, and the pool's counter of given-back segments when they were mapped.
     const EmsSegment* mapped;
     int64_t num_mapped;
     int64_t num_given_back;
-    // Of the last call.
-    int64_t total;  // blocks
-    int64_t count;  // that were loaded, saved, or exist
+    // The last call.
+    int64_t total;  // blocks of the call
+    int64_t count;  // blocks that were loaded or saved, or exist
     int64_t done_bytes;
     EmsLoad load;
     EmsSave save;
 };
 
-// How a call is to be carried out.
+// Options of a call.
 struct EmsHow {
     int64_t deadline_ns;
     int64_t is_local;
@@ -132,7 +134,7 @@ class Calls : public EmsCalls {
         return problem == 0 && (save.problem >= 0 || save.num_local > 0) ? kPartly : problem;
     }
 
-    // Of full blocks.
+    // Exists, for blocks that are full.
     int run_exists(PyObject* hashes, const EmsHow& how) {
         if (!given_.hashes.read(*python, hashes, true)) {
             return kNotPlain;
@@ -155,7 +157,7 @@ class Calls : public EmsCalls {
         return is_usable();
     }
 
-    // Whether the link is still connected, with nothing unexpected to be read.
+    // Whether the link is still connected and no unexpected data has arrived.
     bool is_usable() const { return static_cast<ems::Exchange*>(line)->is_idle(); }
 
     ems::Planned plan_{};
@@ -167,12 +169,14 @@ class Calls : public EmsCalls {
 
 extern "C" {
 
-// The caller closes it, before the line. What `kept` has addresses of stays until then.
+// Opens the calls of a link. The caller must close the result, before the link; what `kept` points to must stay valid
+// until then.
 EmsCalls* ems_calls_open(const EmsCalls* kept) { return new Calls(*kept); }
 
 void ems_calls_close(EmsCalls* calls) { delete static_cast<Calls*>(calls); }
 
-// These are called with Python's lock. 0, what ems_line_load and the others return, or kNotPlain.
+// The following three must be called with the interpreter lock held. They return 0, a result of ems_line_load and the
+// like, kNotPlain or kPartly.
 int ems_call_load(EmsCalls* calls, PyObject* slots, PyObject* hashes, PyObject* counts, const EmsHow* how) {
     PyObject* const given[] = {slots, hashes, counts};
     return static_cast<Calls*>(calls)->begin_call(*how).run_load(given, *how);
@@ -187,7 +191,7 @@ int ems_call_exists(EmsCalls* calls, PyObject* hashes, const EmsHow* how) {
     return static_cast<Calls*>(calls)->begin_call(*how).run_exists(hashes, *how);
 }
 
-// The same of blocks that were planned before; these are called without Python's lock.
+// The same for blocks that Python has planned; to be called without the interpreter lock.
 int ems_call_load_plan(EmsCalls* calls, const EmsPlan* plan, const EmsHow* how) {
     return static_cast<Calls*>(calls)->begin_call(*how).run_load(*plan, *how);
 }

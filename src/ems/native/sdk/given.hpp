@@ -1,5 +1,5 @@
-// What a caller gave in Python: lists and arrays of integers, read through functions of Python's stable ABI, whose
-// addresses are handed in. With Python's lock held.
+// Reads a Python caller's arguments (lists, tuples and arrays of integers) through functions of Python's stable ABI,
+// whose addresses Python passes. The interpreter lock must be held.
 #pragma once
 
 #include <cstddef>
@@ -26,15 +26,15 @@ struct EmsBuffer {
     void* internal;
 };
 
-// Addresses of the functions, in the order in which Python hands them in, and of four types.
+// Addresses of the functions, in the order in which Python passes them, and of four types.
 struct EmsPython {
     ptrdiff_t (*list_size)(PyObject* list);
-    PyObject* (*list_item)(PyObject* list, ptrdiff_t index);  // which stays the list's
+    PyObject* (*list_item)(PyObject* list, ptrdiff_t index);  // returns a borrowed reference
     ptrdiff_t (*tuple_size)(PyObject* tuple);
     PyObject* (*tuple_item)(PyObject* tuple, ptrdiff_t index);
-    PyObject* (*type_of)(PyObject* of);                       // which is the caller's
+    PyObject* (*type_of)(PyObject* of);                       // returns a new reference
     void (*release)(PyObject* of);
-    long long (*as_signed)(PyObject* integer);  // or -1 and an error
+    long long (*as_signed)(PyObject* integer);  // on failure returns -1 and sets a Python error
     unsigned long long (*as_unsigned)(PyObject* integer);
     PyObject* (*error)();
     void (*forget_error)();
@@ -45,14 +45,14 @@ struct EmsPython {
     PyObject* list;
     PyObject* tuple;
     PyObject* integer;
-    PyObject* array;  // numpy's
+    PyObject* array;  // numpy.ndarray
 };
 
 }  // extern "C"
 
 namespace ems {
 
-// Integers of 64 bits: with a sign, or without where one is too large for that.
+// 64-bit integers that a caller gave: signed, or unsigned if one is too large for a signed one.
 class Given {
   public:
     const int64_t* data() const { return values_.data(); }
@@ -62,8 +62,8 @@ class Given {
 
     void fill(size_t count, int64_t value) { values_.assign(count, value); }
 
-    // Whether it is a list or tuple of integers, no less and no more, or a flat array of such with a sign. Otherwise Python looks
-    // at it. may_be_large: some may need all 64 bits; then none is negative.
+    // Reads exactly a list or tuple of integers, or a one-dimensional array of signed ones; false = it is something
+    // else, which is left to Python. may_be_large: integers may need all 64 bits; then none is negative.
     bool read(const EmsPython& python, PyObject* from, bool may_be_large) {
         is_signed_ = true;
         if (is_a(python, from, python.list)) {
@@ -143,7 +143,7 @@ class Given {
     bool is_signed_ = true;
 };
 
-// Without Python's lock as long as it lives.
+// Releases the interpreter lock during its lifetime.
 class Unlocked {
   public:
     explicit Unlocked(const EmsPython& python) : python_(python), state_(python.unlock()) {}
@@ -158,7 +158,7 @@ class Unlocked {
 struct GivenBlocks {
     Given slots, hashes, counts;
 
-    // Whether they are plain, and as many hashes as counts.
+    // Reads all three; false = some are not plain, or there are not as many hashes as counts.
     bool read(const EmsPython& python, PyObject* const* from) {
         return slots.read(python, from[0], false) && hashes.read(python, from[1], true) &&
                counts.read(python, from[2], false) && hashes.size() == counts.size();

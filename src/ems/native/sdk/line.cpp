@@ -1,6 +1,5 @@
-// The SDK's calls over a link: one function a call, from the names of its blocks to what became of them. They are the
-// same messages as Python's, in the same order; an answer that is not the one expected is handed to Python, which says
-// what it is.
+// The SDK's calls over a link: one function per call, from the names of its blocks to their results. It sends the same
+// messages as the Python implementation, in the same order. An unexpected answer is passed to Python, which reports it.
 #include <numeric>
 
 #include "line.hpp"
@@ -18,12 +17,12 @@ using ems::Sum;
 using ems::aligned;
 using ems::kGroupBlocks;
 
-constexpr uint8_t kConflict = 2, kLocal = 6;  // of messages.py: what is up to the first, and the second, is a success
+constexpr uint8_t kConflict = 2, kLocal = 6;  // of messages.py: statuses up to kConflict, and kLocal, are successes
 
 bool is_success(uint8_t status) { return status <= kConflict || status == kLocal; }
 
-// A load under way: the answer, then each block where it lies, verified before it is copied. Of a load of each, blocks
-// are numbered among those that are there.
+// A load in progress: asks for the blocks, then verifies each block in the mapped pool memory and copies it. If every
+// block is loaded that exists (EmsLoad::found), blocks are numbered among the existing ones.
 class Loading {
   public:
     Loading(Exchange& line, EmsLoad& load) : line_(line), load_(load), blocks_(load.plan->blocks) {
@@ -61,8 +60,10 @@ class Loading {
     }
 
   private:
-    static constexpr int64_t kLooks = 1000, kBytesALook = 8;  // about as long as the sum of a block takes
-    static constexpr int64_t kReleaseNs = 100'000'000;  // a late load still says that it is over
+    // looks to wait for the other thread's checksum of a block: a constant and one per so many bytes, about what it
+    // takes
+    static constexpr int64_t kLooks = 1000, kBytesALook = 8;
+    static constexpr int64_t kReleaseNs = 100'000'000;  // time to release the lease even if the deadline has passed
 
     int ask() {
         FrameWriter& request = line_.begin(load_.found != nullptr ? ems::kPick : ems::kLoad, 2);
@@ -99,7 +100,7 @@ class Loading {
         return true;
     }
 
-    // Of the answers for each block those of blocks that are there. How many.
+    // Keeps only the answers for existing blocks; returns their number.
     int64_t keep_found() {
         std::vector<int64_t>& numbers = line_.numbers;
         numbers.clear();
@@ -118,7 +119,7 @@ class Loading {
         return static_cast<int64_t>(numbers.size());
     }
 
-    // Of a block that is there, among those that were asked for.
+    // The index in the request of the i-th existing block.
     int64_t number(int64_t i) const { return load_.found != nullptr ? line_.numbers[i] : i; }
 
     const EmsSegment* find(int64_t number) {
@@ -130,12 +131,12 @@ class Loading {
         return last_;
     }
 
-    // State of a block.
+    // State of a block while it is loaded.
     enum Mark : uint8_t { kUnknown, kGood, kDamaged, kCopied };
 
     int copy(const std::vector<const uint8_t*>& sources) {
         std::vector<std::atomic<uint8_t>> marks(sources.size());
-        std::atomic<int64_t> num_good{0};  // of the blocks before the first that is not known to be
+        std::atomic<int64_t> num_good{0};  // number of blocks before the first that is not known to be good
         std::atomic<bool> is_late{false};
         const auto ends = line_.lengths.begin() + load_.num_found;
         const int64_t bytes = std::accumulate(line_.lengths.begin(), ends, int64_t{0});
@@ -179,15 +180,15 @@ class Loading {
         return is_good;
     }
 
-    // Whether all blocks before one are: waits for the other thread, which sums one of them, or sums it here when that
-    // takes long. So no block is copied behind one that is damaged.
+    // Whether all blocks before `end` are good; so no block is copied after a corrupt one. Waits for the other thread
+    // while it computes a checksum, or computes it here if that takes long.
     bool are_good(const std::vector<const uint8_t*>& sources, std::vector<std::atomic<uint8_t>>& marks,
                   std::atomic<int64_t>& num_good, int64_t end) const {
         for (int64_t i = num_good, num_looks = 0; i < end; num_looks++) {
             if (marks[i] == kUnknown && num_looks > kLooks + sizes_[i] / kBytesALook) {
                 verify(sources, marks, i);
             }
-            const uint8_t mark = marks[i];  // once for both questions: the other thread may find it damaged between them
+            const uint8_t mark = marks[i];  // read once: the other thread may change it between the two comparisons
             if (mark == kDamaged) {
                 return false;
             }
@@ -224,7 +225,7 @@ class Loading {
     const EmsSegment* last_ = nullptr;
 };
 
-// A save under way: groups of blocks go through the arena's regions in turn.
+// A save in progress: groups of blocks are staged in the arena's regions in turn.
 class Saving {
   public:
     Saving(Exchange& line, EmsSave& save) : save_(save), line_(line), sizes_(save.plan->sizes) {}
@@ -267,7 +268,8 @@ class Saving {
   private:
     static constexpr int64_t kGrowth = 2;
 
-    // Where the group ends that begins at a block: at most kGroupBlocks and, beyond the first, `most` bytes.
+    // The end of the group that begins at block `start`: at most kGroupBlocks blocks, and at most `most` bytes unless
+    // it is a single block.
     int64_t group_end(int64_t start, int64_t most) const {
         int64_t end = start, bytes = 0;
         while (end < save_.num && end - start < kGroupBlocks) {
@@ -339,12 +341,13 @@ class Saving {
 
 extern "C" {
 
-// Of a connected socket, which stays the caller's. Used by one thread at a time; the caller closes it.
+// Opens a link over a connected socket, which the caller keeps owning. One thread may use the link at a time; the
+// caller must close it.
 EmsLine* ems_line_open(int fd) { return new Exchange(fd); }
 
 void ems_line_close(EmsLine* line) { delete static_cast<Exchange*>(line); }
 
-// How many of the keys, from the first on, a load would find.
+// *count = the length of the prefix of the keys that a load would find. Returns 0, an errno or kUnexpected.
 int ems_line_exists(EmsLine* line, const uint8_t* keys, int64_t num, int is_local, int64_t* count) {
     Exchange& exchange = *static_cast<Exchange*>(line);
     *count = 0;
@@ -372,11 +375,11 @@ int ems_line_exists(EmsLine* line, const uint8_t* keys, int64_t num, int is_loca
     return 0;
 }
 
-// Loads the longest prefix of the blocks that the pool has, up to the first that is damaged; the blocks behind it leave
-// the cache as it was.
+// Loads the longest prefix of the blocks that the pool has, or each of them (EmsLoad::found), up to the first corrupt
+// one; later blocks are not written. Returns 0, an errno, kUnexpected, kUnmapped or kOutside.
 int ems_line_load(EmsLine* line, EmsLoad* load) { return Loading(*static_cast<Exchange*>(line), *load).run(); }
 
-// Saves the blocks in order, up to the first that the pool does not take.
+// Saves the blocks in order, up to the first that the pool does not accept. Returns 0, an errno or kUnexpected.
 int ems_line_save(EmsLine* line, EmsSave* save) { return Saving(*static_cast<Exchange*>(line), *save).run(); }
 
 }  // extern "C"

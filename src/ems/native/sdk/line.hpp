@@ -1,4 +1,4 @@
-// The SDK's calls over a link, as line.cpp has them.
+// The SDK's calls over a link: load, save, exists (line.cpp).
 #pragma once
 
 #include "plan.hpp"
@@ -6,8 +6,8 @@
 
 namespace ems {
 
-constexpr int64_t kGroupBlocks = 64;  // of a message
-constexpr int64_t kAlign = 64;        // of a block in the staging area
+constexpr int64_t kGroupBlocks = 64;  // most blocks of a save message
+constexpr int64_t kAlign = 64;        // alignment of a block in the staging area
 
 inline int64_t aligned(int64_t size) { return (size + kAlign - 1) / kAlign * kAlign; }
 
@@ -15,55 +15,55 @@ inline int64_t aligned(int64_t size) { return (size + kAlign - 1) / kAlign * kAl
 
 extern "C" {
 
-// A segment of the pool that is mapped here.
+// A segment of the pool that is mapped into this process.
 struct EmsSegment {
     int64_t number;
     const uint8_t* memory;
     int64_t bytes;
 };
 
-// Blocks to load: `num` of a plan's, from `first` on.
+// A load of `num` blocks of a plan, from `first` on: its arguments, and its progress and result.
 struct EmsLoad {
     const EmsPlan* plan;
     int64_t first;
     int64_t num;
     int64_t is_local;
-    uint8_t* found;  // [num]: each that is there is loaded, and an EmsFound says so; null = the prefix is
+    uint8_t* found;  // [num] EmsFound: every block that exists is loaded; null = only the longest prefix is loaded
     const ems::Xxh3* xxh3;
     const EmsSegment* mapped;
     int64_t num_mapped;
-    int64_t num_given_back;  // when they were mapped; then as in the answer
-    // The answer. segments [num_found]: until the link's next call.
+    int64_t num_given_back;  // input: the pool's counter when they were mapped; output: the counter in the answer
+    // The answer. segments [num_found]: valid until the link's next call.
     const int64_t* segments;
     int64_t num_found;
     int64_t lease;
     int64_t cause;
-    int64_t is_asked;   // the answer has arrived: the call continues behind it
+    int64_t is_asked;   // the answer has arrived: a repeated call continues after it
     int64_t num_done;   // blocks that were verified and written
-    int64_t corrupt;    // the first that was damaged, or -1
+    int64_t corrupt;    // the first corrupt block, -1 = none
 };
 
-// State of a block of a load that asks for each block; initially 0.
+// State of a block in EmsLoad::found; initially kUndecided.
 enum EmsFound : uint8_t { kUndecided = 0, kMissing = 1, kLoaded = 2 };
 
-// Blocks to save: the first `num` of a plan's.
+// A save of the first `num` blocks of a plan: its arguments, and its progress and result.
 struct EmsSave {
     const EmsPlan* plan;
     int64_t num;
-    const uint8_t* parent;  // the key before the first, or null
-    uint8_t* arena;
-    int64_t region_bytes;  // of the arena, for one message's blocks; a multiple of kAlign
+    const uint8_t* parent;  // the key before the first; null = none
+    uint8_t* arena;         // the staging area
+    int64_t region_bytes;  // bytes of the arena for the blocks of one message; a multiple of kAlign
     int64_t num_regions;
-    int64_t first_bytes;  // of the first message, about; the next ones grow
+    int64_t first_bytes;  // about the bytes of the first message; later ones grow
     int64_t write_rcache;
     int64_t is_chain;   // each block follows the one before it
-    uint8_t* statuses;  // [num]: result of each as far as known; or null
-    // The answers, as Progress of pipeline.py counts them.
-    int64_t num_done;  // blocks that have one
+    uint8_t* statuses;  // [num]: results of the answered blocks; null = not wanted
+    // The answers, counted as Progress of pipeline.py does.
+    int64_t num_done;  // answered blocks
     int64_t done_bytes;
-    int64_t num_success;  // up to the first that was not saved; of these, those on this node only
-    int64_t num_local;
-    int64_t problem;  // result of that one, or -1
+    int64_t num_success;  // saved blocks before the first that was not saved
+    int64_t num_local;    // of these, blocks that only this node holds
+    int64_t problem;  // status of the first block that was not saved, -1 = all were
 };
 
 int ems_line_exists(EmsLine* line, const uint8_t* keys, int64_t num, int is_local, int64_t* count);

@@ -1,5 +1,5 @@
-// The names of a batch of blocks, as keys.py has them. SHA-256 is that of the library which Python's hashlib calls: the
-// addresses of its functions are handed in.
+// The names of a batch of blocks; the reference is keys.py. SHA-256 is computed by the library that Python's hashlib
+// calls; Python passes the addresses of its functions.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -9,18 +9,18 @@
 namespace {
 
 constexpr size_t kNameBytes = 32;
-constexpr size_t kMaxIntegerBytes = 13;  // sign, length, magnitude of 64 bits
+constexpr size_t kMaxIntegerBytes = 13;  // an encoded integer: sign, length, magnitude of at most 64 bits
 
 }  // namespace
 
 namespace {
 
-// SHA256_CTX has 112 bytes.
+// Memory for a SHA256_CTX, which has 112 bytes.
 struct alignas(16) Hash {
     uint8_t state[256];
 };
 
-// As keys.encode_int; how many bytes.
+// Encodes an integer as keys.encode_int does; returns the number of bytes.
 size_t encode(uint64_t value, bool is_signed, uint8_t* out) {
     const bool is_negative = is_signed && static_cast<int64_t>(value) < 0;
     const uint64_t magnitude = is_negative ? ~value + 1 : value;
@@ -40,7 +40,8 @@ size_t encode(uint64_t value, bool is_signed, uint8_t* out) {
 
 extern "C" {
 
-// Of blocks whose prefix hash the caller computed. values [num]; counts [num, num_groups]: tokens in each layer group.
+// Names of blocks whose prefix hash the caller has computed. values: [num] these hashes; counts: [num, num_groups]
+// tokens in each layer group; out: the names, packed.
 void ems_hash_names(const EmsSha256* sha256, const uint8_t* base, int64_t num_base, const uint64_t* values,
                     int is_signed, const uint64_t* counts, int64_t num_groups, int64_t num, uint8_t* out) {
     uint8_t integer[kMaxIntegerBytes];
@@ -54,7 +55,7 @@ void ems_hash_names(const EmsSha256* sha256, const uint8_t* base, int64_t num_ba
     }
 }
 
-// Of the blocks of a token sequence: each name depends on those before it.
+// Names of the blocks of a token sequence: each one depends on the names before it. out: the names, packed.
 void ems_token_names(const EmsSha256* sha256, const uint8_t* base, int64_t num_base, const int64_t* tokens, int64_t num,
                      int64_t block_size, uint8_t* out) {
     Hash hash;

@@ -1,5 +1,6 @@
-// From a caller's arguments to blocks, as blocks.py has it: slots are cut into runs of consecutive slots within a block of
-// the cache, and blocks are named. What is not as it should be is told as such, and Python says what it is.
+// Turns a caller's arguments into blocks; the reference is blocks.py. Slots are divided into runs of consecutive slots
+// within a block of the cache, and the blocks get their names. Invalid arguments are only reported as invalid; Python
+// finds the reason.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -11,7 +12,7 @@ namespace {
 
 bool has_twice(std::vector<int64_t>& values) {
     if (std::adjacent_find(values.begin(), values.end(), std::greater_equal<>()) == values.end()) {
-        return false;  // in order, as most are
+        return false;  // strictly ascending, as most are
     }
     std::sort(values.begin(), values.end());
     return std::adjacent_find(values.begin(), values.end()) != values.end();
@@ -21,8 +22,9 @@ bool has_twice(std::vector<int64_t>& values) {
 
 extern "C" {
 
-// counts [num_blocks]: tokens of each block, which are `num` together. runs [num]; edges [num_blocks + 1]: where those of
-// each block begin. Returns how many runs there are; -1 when a slot is not of the cache, or named more than once.
+// Divides slots [num] into runs. counts: [num_blocks] tokens of each block, `num` in all. Output: runs, room for [num],
+// and edges [num_blocks + 1], the index of each block's first run. Returns the number of runs; -1 if a slot is outside
+// the cache or occurs twice.
 int64_t ems_cut(const int64_t* slots, int64_t num, const int64_t* counts, int64_t num_blocks, int64_t block_size,
                 int64_t num_slots, ems::Run* runs, int64_t* edges) {
     int64_t num_runs = 0, token = 0;
@@ -101,7 +103,8 @@ bool Planned::make(const EmsCache& cache, const GivenBlocks& given) {
 
 extern "C" {
 
-// Called with Python's lock. The caller closes it. Null when something is not plain, or not as it should be.
+// Makes a plan, which the caller must close; null if an argument is not plain or is invalid. The interpreter lock must
+// be held.
 EmsPlan* ems_plan(const EmsPython* python, const EmsCache* cache, PyObject* slots, PyObject* hashes, PyObject* counts) {
     PyObject* const all[] = {slots, hashes, counts};
     ems::GivenBlocks given;

@@ -1,4 +1,5 @@
-// The blocks of a call, as planned in C++ (plan.cpp, names.cpp) or in Python (blocks.py, keys.py).
+// The plan of a call: its blocks with their memory, names and sizes; made in C++ (plan.cpp, names.cpp) or in Python
+// (blocks.py, keys.py).
 #pragma once
 
 #include <vector>
@@ -8,7 +9,7 @@
 
 extern "C" {
 
-// Of the library that Python's hashlib calls: addresses of its functions.
+// Addresses of the SHA-256 functions of the library that Python's hashlib calls.
 struct EmsSha256 {
     int (*init)(void* state);
     int (*update)(void* state, const void* data, size_t size);
@@ -18,7 +19,8 @@ struct EmsSha256 {
 void ems_hash_names(const EmsSha256* sha256, const uint8_t* base, int64_t num_base, const uint64_t* values,
                     int is_signed, const uint64_t* counts, int64_t num_groups, int64_t num, uint8_t* out);
 
-// Where they lie, their names, packed, and bytes of each and of the largest.
+// The blocks: their memory in the cache; keys: their names, packed; sizes: bytes of each; largest: bytes of the
+// largest.
 struct EmsPlan {
     ems::Batch blocks;
     const uint8_t* keys;
@@ -26,11 +28,11 @@ struct EmsPlan {
     int64_t largest;
 };
 
-// A registered cache without layer groups, and what the names of its blocks begin with.
+// A registered KV cache without layer groups. base [num_base]: bytes that begin the hashed name of every block.
 struct EmsCache {
     const ems::Tensor* tensors;
     int64_t num_tensors;
-    int64_t token_bytes;  // of all tensors
+    int64_t token_bytes;  // bytes of a token in all tensors together
     int64_t block_size;
     int64_t num_slots;
     const EmsSha256* sha256;
@@ -42,10 +44,10 @@ struct EmsCache {
 
 namespace ems {
 
-// With the memory that it names, which serves one call after the other.
+// A plan that owns its memory, which it reuses from call to call.
 class Planned : public EmsPlan {
   public:
-    // Whether the caller's arguments are valid; if not, it is unusable until the next call.
+    // Makes the plan of a call; false = the arguments are invalid, and the plan must not be used.
     bool make(const EmsCache& cache, const GivenBlocks& given);
 
   private:

@@ -1,5 +1,5 @@
-// A second thread for long batches. Who finds it idle has it take some of his steps; it is one a process, and starts with
-// the first batch that is long enough.
+// A second thread that shares the work of long batches. There is one per process, started by the first batch that is
+// long enough; a caller that finds it busy works alone.
 #pragma once
 
 #include <pthread.h>
@@ -16,12 +16,13 @@
 
 namespace ems {
 
-constexpr int64_t kSharedBytes = 2 << 20;  // of a batch: below, waking another thread costs more than it saves
+constexpr int64_t kSharedBytes = 2 << 20;  // smallest batch to share: below it, waking a thread costs more than it saves
 
 class Second {
   public:
-    // Calls step(i) for each i below `num`, in order of beginning, by this thread alone or by both; returns when those that
-    // began have ended. None begins after one that was false.
+    // Calls step(i) for i = 0 .. num - 1, started in this order, on this thread or on both; returns when all started
+    // steps have returned. After a step that returns false no other is started. `step` must be safe to call from two
+    // threads.
     template <typename Step>
     static void share(int64_t num, int64_t bytes, Step step) {
         Work work{&step, [](void* with, int64_t i) { return (*static_cast<Step*>(with))(i); }, num};
@@ -41,7 +42,7 @@ class Second {
         std::atomic<int64_t> next{0};
         std::atomic<bool> is_over{false};
 
-        // How many steps were taken.
+        // Runs steps until none is left; returns how many this thread ran.
         int64_t run() {
             int64_t count = 0;
             while (!is_over) {
@@ -58,7 +59,8 @@ class Second {
         }
     };
 
-    // Of this process, taken for one batch; null = it is at work, or has come too late lately, or cannot be had.
+    // Reserves the process's second thread for one batch; null = it is busy, recently began too late to help, or cannot
+    // be started.
     static Second* idle() {
         if (is_taken().exchange(true)) {
             return nullptr;
@@ -88,13 +90,13 @@ class Second {
         if (std::thread::hardware_concurrency() < 2) {
             return nullptr;
         }
-        static const int registered = pthread_atfork(nullptr, nullptr, [] {  // the thread is its parent's
+        static const int registered = pthread_atfork(nullptr, nullptr, [] {  // a forked child does not have the thread
             instance() = nullptr;
             is_taken() = false;
         });
         sigset_t all, before;
         sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the caller's threads'
+        pthread_sigmask(SIG_SETMASK, &all, &before);  // the new thread inherits the mask: it handles no signals
         auto* made = new Second;
         try {
             std::thread(&Second::serve, made).detach();
@@ -142,14 +144,14 @@ class Second {
         }
     }
 
-    static constexpr int64_t kMaxPause = 63;  // longest pause in batches, after it was repeatedly too late
+    static constexpr int64_t kMaxPause = 63;  // most batches done without it after it was repeatedly too late
 
     std::mutex lock_;
     std::condition_variable changed_;
-    Work* work_ = nullptr;  // not started by the second thread yet
+    Work* work_ = nullptr;  // work that the second thread has not taken yet
     std::atomic<bool> is_busy_{false};
     std::atomic<int64_t> num_taken_{0};
-    int64_t pause_ = 0;         // of who has taken it
+    int64_t pause_ = 0;         // accessed only by the caller that has reserved it
     int64_t num_left_out_ = 0;  // likewise
 };
 
