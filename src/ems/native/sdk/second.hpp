@@ -16,7 +16,7 @@
 
 namespace ems {
 
-constexpr int64_t kSharedBytes = 2 << 20;  // smallest batch to share: below it, waking a thread costs more than it saves
+constexpr int64_t kSharedBytes = 2 << 20;  // smallest batch to share: else waking a thread costs more than it saves
 
 class Second {
   public:

@@ -1,4 +1,4 @@
-/* InferenceEngine: the order of checks; a Link does the work. */
+/* InferenceEngine: checks arguments and state, and passes calls to a Link. */
 #include "kvloom_engine/infer_engine.h"
 
 #include "link.hpp"

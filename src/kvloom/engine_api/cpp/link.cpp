@@ -1,4 +1,4 @@
-/* The calls of a Link, its start and its end. */
+/* Link: starting, calls, closing. */
 #include "link.hpp"
 
 #include <algorithm>
@@ -13,7 +13,8 @@
 
 namespace kvloom {
 
-/* How long a call waits for a host of which nothing is heard; and for its first word, for which Python must start. */
+/* How long a call waits without any message from the host; and for its first message, before which Python must start.
+ * */
 #ifndef KVLOOM_ENGINE_PATIENCE_MS
 #define KVLOOM_ENGINE_PATIENCE_MS 30000
 #endif
@@ -23,21 +24,21 @@ namespace kvloom {
 
 std::mutex lock;
 
-/* Every link whose socket is open. Never freed: threads may outlive the program's static objects. */
+/* All links whose sockets are open. Never freed, because threads may outlive the program's static objects. */
 static std::vector<std::shared_ptr<Link>> *links;
 static constexpr uint32_t HELLO_CALL = 0, NOBODY = 0;  /* the number of no other call */
 static constexpr size_t NUM_QUOTAS = 3;
 static std::atomic<uint32_t> last_call{HELLO_CALL};
 static std::atomic<uint64_t> last_request{0};
 
-/* A number that no waiting call has. */
+/* Returns a number that no waiting call has. */
 static uint32_t NextCall()
 {
     const uint32_t call = ++last_call;
     return call == HELLO_CALL ? ++last_call : call;
 }
 
-/* Takes the lock for a fork, so that the child finds everything in a consistent state. */
+/* Takes the lock during a fork, so that the child gets consistent data. */
 void Link::BeforeFork()
 {
     lock.lock();
@@ -48,7 +49,7 @@ void Link::AfterFork()
     lock.unlock();
 }
 
-/* The child must not keep the sockets open: a host would not see the parent end. Its threads are not there. */
+/* Closes the sockets in the child: while they are open there, hosts do not notice that the parent ends. */
 void Link::AfterForkInChild()
 {
     for (const std::shared_ptr<Link> &link : *links) {
@@ -84,7 +85,7 @@ Status Link::Start()
     return Status();
 }
 
-/* Signals stay with the program's own threads. */
+/* Starts the three threads with all signals blocked, so that the program's own threads handle signals. */
 void Link::StartThreads()
 {
     sigset_t all, before;
@@ -102,7 +103,7 @@ void Link::StartThreads()
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-/* For people. */
+/* The request's id as text for messages. */
 static std::string NameOf(const RequestId &id)
 {
     const bool is_text = id.Type() == RequestId::DataType::STRING;
@@ -213,7 +214,7 @@ void Link::Close()
     Release();
 }
 
-/* The last of it: closes the socket and reaps the host. Lock not held; no other thread is left. */
+/* Closes the socket and reaps the host, when no other thread is left. Lock not held. */
 void Link::Release()
 {
     {
@@ -224,7 +225,7 @@ void Link::Release()
     ReapHost(host_.pid);
 }
 
-/* Sends a call and waits for its answer; ERROR when the host is lost or shows no sign of life. Lock held. */
+/* Sends a call and waits for its answer; ERROR if the host is lost or sends no sign of life in time. Lock held. */
 Answer Link::Ask(Held &held, uint32_t call, std::string message, uint64_t request)
 {
     if (message.empty()) {
@@ -248,7 +249,7 @@ Answer Link::Ask(Held &held, uint32_t call, std::string message, uint64_t reques
     return waiting.is_done ? waiting.answer : Lost();
 }
 
-/* Leaves a message for the writer. Lock held. */
+/* Queues a message for the writer. Lock held. */
 void Link::Tell(std::string message)
 {
     if (!is_lost_) {
@@ -257,13 +258,14 @@ void Link::Tell(std::string message)
     }
 }
 
-/* The result of calls when the host is gone. Lock held. */
+/* The result of calls after the host was lost. Lock held. */
 Answer Link::Lost() const
 {
     return {Status(Error::Code::ERROR, why_lost_), {}};
 }
 
-/* No response of the request is delivered any more. The caller keeps it alive: its callback is not ours to destroy here. */
+/* No response of the request is delivered any more. The caller keeps it alive: its callback is not ours to destroy
+ * here. */
 void Link::Forget(uint64_t request)
 {
     const auto found = running_.find(request);

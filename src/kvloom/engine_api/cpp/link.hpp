@@ -1,12 +1,12 @@
 /*
- * One initialised engine: the socket to its host, three threads, the calls that wait and the requests that run.
+ * One initialised engine: the socket to its host, its three threads, waiting calls and running requests.
  *
- *   writer   sends what calls have left for it: no other thread waits for the socket
- *   reader   takes messages off the socket, wakes calls, queues responses; runs no code of the program
+ *   writer   sends the messages that calls have queued; no other thread writes to the socket
+ *   reader   receives messages, wakes waiting calls, queues responses; runs no code of the program
  *   deliver  runs the callbacks, one after another
  *
- * One lock guards every Link. It is never held while code of the program runs, a destructor of a callback included, nor over
- * a system call that can wait; starting a host is the exception, so that no fork comes between.
+ * One lock guards every Link. It is not held while code of the program runs (destructors of callbacks included) or
+ * during system calls that can block, except while a host is started, so that no fork can happen meanwhile.
  */
 #ifndef KVLOOM_LINK_HPP
 #define KVLOOM_LINK_HPP
@@ -33,7 +33,7 @@ using infrastructure::Status;
 using llm::engine::Compare;
 using llm::engine::RequestId;
 
-/* Shared, because copying one is the program's own code. */
+/* Shared rather than copied, because copying a callback runs code of the program. */
 using Callback = std::shared_ptr<const llm::engine::SendResponseCallback>;
 
 extern std::mutex lock;
@@ -54,24 +54,27 @@ public:
     /* Starts the host and the threads. Lock held. */
     Status Start();
 
-    /* Says hello and loads the model, whatever time that takes. Lock held, not while waiting; so in all that waits. */
+    /*
+     * Exchanges hellos and loads the model, without a time limit. Lock held, but released while waiting, as in all
+     * functions that wait.
+     */
     Status Open(Held &held, const std::string &config_path, Callback callback);
 
-    /* `inner` is copied. Lock not held. */
+    /* Sends a request, which is copied, and waits until the host has accepted it. Lock not held. */
     Status Forward(const llm::engine::InferenceRequestInner &inner, Callback callback, bool is_checked);
     Status Stop(Held &held, const RequestId &id);
     Answer Quotas(Held &held);
 
-    /* Makes the host end running requests. Lock held. */
+    /* Asks the host to end all running requests. Lock held. */
     Status Finish(Held &held);
 
     /*
-     * Ends the host and the threads, after the last callback; where that callback is the caller, these end behind it.
-     * Lock not held.
+     * Ends the host and the threads, after the last callback. If called from a callback, they end after it has
+     * returned. Lock not held.
      */
     void Close();
 
-    /* All with the lock held. */
+    /* Lock held for all of these. */
     State CurrentState() const { return state_; }
     bool IsForked() const { return is_forked_; }
     bool IsCallbackThread() const { return std::this_thread::get_id() == deliver_.get_id(); }
@@ -86,18 +89,18 @@ private:
     struct Call {
         Answer answer;
         bool is_done = false;
-        uint64_t request = 0;  /* that it begins; 0: none */
+        uint64_t request = 0;  /* the request that it starts, 0 = none */
     };
 
     /* A request between Forward and its last response. */
     struct Running {
         RequestId id;
         Callback callback;
-        bool is_accepted = false;  /* the host has said so, or sent a response */
+        bool is_accepted = false;  /* the host has accepted it, or sent a response */
         bool has_end = false;      /* its last response is queued */
     };
 
-    /* A response on its way to the callback. */
+    /* A response that is queued for the callback. */
     struct Event {
         uint64_t request;
         uint32_t flag;
@@ -131,15 +134,15 @@ private:
     State state_ = State::OPENING;
     bool is_forked_ = false;
     bool is_greeted_ = false;
-    bool is_lost_ = false;    /* the host is gone: nothing is sent any more, nothing comes */
-    bool is_closed_ = false;  /* no response is queued any more */
+    bool is_lost_ = false;    /* the host has ended: nothing more is sent or received */
+    bool is_closed_ = false;  /* no more responses will be queued */
     bool is_released_by_deliver_ = false;
     std::string program_;
     std::string mismatch_;    /* why the host's hello was refused */
     std::string why_lost_;
-    std::string callback_error_;  /* of the first callback that threw */
+    std::string callback_error_;  /* message of the first exception that a callback threw */
     HostProcess host_{-1, -1};
-    Clock::time_point heard_;     /* when something came last */
+    Clock::time_point heard_;     /* when the last message was received */
     std::map<uint32_t, Call *> calls_;
     std::map<uint64_t, std::shared_ptr<Running>> running_;
     std::map<RequestId, uint64_t, Compare> numbers_;
@@ -147,7 +150,7 @@ private:
     std::deque<Event> events_;
     std::condition_variable answered_, has_outgoing_, has_event_;
     uint64_t max_batch_ = 0;
-    Callback callback_;  /* of requests that bring none */
+    Callback callback_;  /* for requests without one of their own */
     std::thread writer_, reader_, deliver_;
 };
 

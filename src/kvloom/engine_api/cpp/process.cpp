@@ -87,14 +87,14 @@ int StartHost(const std::string &program, HostProcess *started)
     return 0;
 }
 
-/* Whether the process has ended, and is known to be a child of this one that was not reaped yet. */
+/* Whether the process is a child of this one that has ended and was not reaped yet. */
 static bool IsZombie(pid_t pid, siginfo_t *info)
 {
     info->si_pid = 0;
     return waitid(P_PID, static_cast<id_t>(pid), info, WEXITED | WNOHANG | WNOWAIT) == 0 && info->si_pid == pid;
 }
 
-/* Whether it was not reaped yet: then its process id is still its own, whether it runs or has ended. */
+/* Whether the process was not reaped yet, so that its id still belongs to it. */
 static bool IsOurs(pid_t pid)
 {
     siginfo_t info;

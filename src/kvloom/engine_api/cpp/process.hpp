@@ -8,8 +8,8 @@
 namespace kvloom {
 
 /*
- * What to start: $KVLOOM_ENGINE_HOST, a program that gets the number of its socket as its argument; else the one that was
- * installed with this library; else "", which stands for `kvloom` on the PATH.
+ * The program to start as the host: $KVLOOM_ENGINE_HOST, which gets the number of its socket as its argument; else the
+ * one that was installed with this library; else "", which stands for `kvloom` on the PATH.
  */
 std::string FindHost();
 
@@ -19,15 +19,16 @@ struct HostProcess {
 };
 
 /*
- * Starts it, with nothing of this process but its environment, working directory, standard output and error. Returns 0 or
- * an errno. A fork of this process must not happen meanwhile: its child would keep the socket open.
+ * Starts the host. It inherits only environment, working directory, standard output and standard error. Returns 0 or an
+ * errno. No fork of this process may happen meanwhile: the child would keep the socket open.
  */
 int StartHost(const std::string &program, HostProcess *started);
 
-/* How a process that has closed its socket ended: "was killed by signal 9". Waits up to 2 s for that; does not reap it. */
+/* Describes how a process that has closed its socket ended: "was killed by signal 9". Waits up to 2 s; does not reap
+ * it. */
 std::string DescribeEnd(pid_t pid);
 
-/* Waits until the process has ended, kills it after some seconds, and reaps it unless that was done elsewhere. */
+/* Waits until the process has ended, kills it after KVLOOM_ENGINE_END_MS, and reaps it unless something else has. */
 void ReapHost(pid_t pid);
 
 }

@@ -8,7 +8,7 @@
 namespace llm {
 namespace engine {
 
-/* Bytes of an element: 1 for a text; 0 for an unknown type. */
+/* Bytes of an element of a type: 1 for TYPE_STRING, 0 for an unknown type. */
 static size_t ItemSize(LLM_ENGINE_DataType datatype)
 {
     switch (datatype) {
@@ -35,7 +35,7 @@ static size_t ItemSize(LLM_ENGINE_DataType datatype)
     }
 }
 
-/* "[1, 4]". */
+/* The shape as text, such as "[1, 4]". */
 static std::string ShapeText(const std::vector<int64_t> &shape)
 {
     std::string text;
@@ -45,7 +45,7 @@ static std::string ShapeText(const std::vector<int64_t> &shape)
     return "[" + text + "]";
 }
 
-/* Bytes that the shape needs; SIZE_MAX when they are more than can be counted. */
+/* Bytes that the shape needs; SIZE_MAX if the number overflows. */
 static size_t NeededBytes(const InputInner &input)
 {
     size_t bytes = ItemSize(input.datatype);

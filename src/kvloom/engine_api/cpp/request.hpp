@@ -1,4 +1,4 @@
-/* Inputs and requests as the library holds them. */
+/* The library's representation of inputs and requests. */
 #ifndef KVLOOM_REQUEST_HPP
 #define KVLOOM_REQUEST_HPP
 
@@ -39,7 +39,7 @@ struct InferenceRequestInner {
 
 namespace kvloom {
 
-/* Everything but the name and the callback, which stay here. */
+/* Appends a request's fields to a message, without its id and callback, which the host does not get. */
 void PackRequest(const llm::engine::InferenceRequestInner &request, Packer *packer);
 
 }

@@ -1,4 +1,4 @@
-/* A response as the library holds it. */
+/* The library's representation of a response. */
 #ifndef KVLOOM_RESPONSE_HPP
 #define KVLOOM_RESPONSE_HPP
 
@@ -9,7 +9,7 @@
 
 namespace kvloom {
 
-/* int64 values, one after another. */
+/* An output of int64 values. */
 class IntegerOutput : public llm::engine::InferenceResponse::Output {
 public:
     IntegerOutput(const char *name, std::vector<int64_t> values);

@@ -13,7 +13,7 @@ namespace kvloom {
 using llm::engine::InferenceResponse;
 using llm::engine::InferenceResponseInner;
 
-/* The writer. When the host takes nothing any more, the reader ends too. */
+/* The writer thread. If the host has closed the socket, it makes the reader end too. */
 void Link::Write()
 {
     Held held(lock);
@@ -34,7 +34,7 @@ void Link::Write()
     }
 }
 
-/* The reader. */
+/* The reader thread. */
 void Link::Read()
 {
     std::string message;
@@ -53,7 +53,7 @@ void Link::Read()
     Lose(why);
 }
 
-/* In words. Lock not held: this may wait for the process to end. */
+/* Describes why the host ended. Lock not held, because it may wait for the process to end. */
 std::string Link::WhyItEnded(bool is_broken) const
 {
     {
@@ -69,7 +69,7 @@ std::string Link::WhyItEnded(bool is_broken) const
     return host + (is_broken ? "broke the protocol" : DescribeEnd(host_.pid));
 }
 
-/* The host is gone: calls that wait are answered, requests that run are ended. Lock held. */
+/* Handles the loss of the host: answers waiting calls and ends running requests. Lock held. */
 void Link::Lose(const std::string &why)
 {
     if (is_lost_) {
@@ -89,7 +89,7 @@ void Link::Lose(const std::string &why)
     has_event_.notify_all();
 }
 
-/* A message of the host. False when it cannot go on. Lock held. */
+/* Handles a message of the host. False if the link cannot continue. Lock held. */
 bool Link::Take(const std::string &message)
 {
     Unpacker fields(message);
@@ -173,7 +173,8 @@ bool Link::TakeEvent(Unpacker *fields)
     return true;
 }
 
-/* The callbacks' thread: until nothing is queued, nor will be. In the child of a fork nothing of this goes on. */
+/* The callback thread: runs until nothing is queued and nothing will be. In a child forked by a callback it ends the
+ * process. */
 void Link::Deliver()
 {
     Held held(lock);
@@ -194,7 +195,7 @@ void Link::Deliver()
     }
 }
 
-/* The message of what a callback threw; "" when it threw nothing. */
+/* Calls a callback. Returns the message of the exception that it threw; "" if none. */
 static std::string CallBack(const llm::engine::SendResponseCallback &callback, std::shared_ptr<InferenceResponse> response)
 {
     try {

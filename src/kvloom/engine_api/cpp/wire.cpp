@@ -47,7 +47,7 @@ std::string Unpacker::TakeText()
     return from == nullptr ? std::string() : std::string(from, length);
 }
 
-/* Reads that many bytes, however they come. */
+/* Reads exactly `length` bytes; false if the stream ends before. */
 static bool ReadAll(int fd, char *to, size_t length)
 {
     while (length > 0) {

@@ -1,7 +1,7 @@
 /*
- * Messages between this library and the engine's host, which is on the same machine: a uint32 with the number of bytes that
- * follow, one byte that says what it is, and its fields, in the machine's byte order. A text is a uint32 with its length in
- * bytes, and the bytes. wire.py has the list of messages.
+ * Messages between this library and the engine's host, which runs on the same machine. A message is a uint32 with the
+ * number of bytes that follow, one byte for its kind, and its fields, in the machine's byte order. A text is a uint32
+ * with its length in bytes, and the bytes. wire.py lists the messages.
  */
 #ifndef KVLOOM_WIRE_HPP
 #define KVLOOM_WIRE_HPP
@@ -14,10 +14,10 @@
 
 namespace kvloom {
 
-constexpr uint32_t PROTOCOL = 1;              /* as in wire.py; both sides send theirs first */
+constexpr uint32_t PROTOCOL = 1;              /* version, as in wire.py; each side sends its own in its first message */
 constexpr uint32_t MAX_MESSAGE = 64U << 20U;  /* bytes */
 
-/* Makes a message. */
+/* Builds a message. */
 class Packer {
 public:
     explicit Packer(char kind) : bytes_(sizeof(uint32_t), '\0')
@@ -35,14 +35,14 @@ public:
     Packer &PutText(const void *bytes, size_t length);
     Packer &PutText(const std::string &text);
 
-    /* The message, or "" when it is longer than MAX_MESSAGE. Put nothing afterwards. */
+    /* Returns the message, "" if it is longer than MAX_MESSAGE. Nothing may be put afterwards. */
     std::string Take();
 
 private:
     std::string bytes_;
 };
 
-/* Reads a message. Reading behind its end gives zeros, and makes IsGood false. */
+/* Reads the fields of a message. Reading beyond its end gives zeros, and makes IsGood false. */
 class Unpacker {
 public:
     explicit Unpacker(std::string bytes) : bytes_(std::move(bytes)) {}
@@ -81,10 +81,10 @@ private:
 
 enum class Reading { MESSAGE, END, BROKEN };
 
-/* Reads one message, the number before it taken off. BROKEN when that number is out of range. */
+/* Receives one message, without its length. END = the peer has closed; BROKEN = the length is out of range. */
 Reading ReadMessage(int fd, std::string *message);
 
-/* Writes all of it. False when the other side has gone. */
+/* Writes a whole message. False if the peer has closed. */
 bool WriteMessage(int fd, const std::string &message);
 
 }

@@ -1,4 +1,4 @@
-/* The public functions: what is checked here is checked in the order that docs/gewu.md gives; the daemon checks JSON. */
+/* The public functions. They check arguments in the order that docs/gewu.md gives; the daemon checks the JSON. */
 #include "internal.h"
 
 #include <errno.h>
@@ -26,8 +26,8 @@ static void close_if_open(int fd)
 }
 
 /*
- * Asks the daemon for a session on an open model, whose descriptor is taken over, or on one that could not be opened
- * (-1). Lock held.
+ * Asks the daemon for a session on a model. model_fd: the open model, closed here; -1 = it could not be opened, and the
+ * daemon reports why. Lock held.
  */
 static OH_QoS_GewuCreateSessionResult ask_for_session(
     struct connection *connection, struct frame *frame, int model_fd, const struct timespec *deadline)
@@ -50,8 +50,8 @@ static OH_QoS_GewuCreateSessionResult ask_for_session(
 }
 
 /*
- * One try to create a session; `is_lost` says that the connection broke under it. The model is opened before the lock
- * is taken: a file system may be slow.
+ * Tries once to create a session; *is_lost = whether the connection was lost meanwhile. It opens the model before it
+ * takes the lock, because a file system may be slow.
  */
 static OH_QoS_GewuCreateSessionResult create(const char *attributes, const struct timespec *deadline, bool *is_lost)
 {
@@ -59,7 +59,7 @@ static OH_QoS_GewuCreateSessionResult create(const char *attributes, const struc
     struct frame frame = {.op = 'C', .d = gewu_thread_qos(), .payload = attributes, .length = strlen(attributes)};
     int error, model_fd = gewu_open_model(attributes, &error);
     *is_lost = false;
-    if (error == EMFILE || error == ENFILE || error == ENOMEM) {  /* which says nothing about the model */
+    if (error == EMFILE || error == ENFILE || error == ENOMEM) {  /* a fault of the app, not of the model */
         gewu_log("the model could not be opened: the app is out of descriptors or memory");
         return result;
     }
@@ -77,7 +77,7 @@ static OH_QoS_GewuCreateSessionResult create(const char *attributes, const struc
     return result;
 }
 
-/* A broken connection is tried once more: the daemon may have been replaced since the last call. */
+/* Tries again once if the connection was lost: the daemon may have been restarted since the last call. */
 OH_QoS_GewuCreateSessionResult OH_QoS_GewuCreateSession(const char *attributes)
 {
     OH_QoS_GewuCreateSessionResult result = create_failed(OH_QOS_GEWU_FAULT);
@@ -96,9 +96,9 @@ OH_QoS_GewuCreateSessionResult OH_QoS_GewuCreateSession(const char *attributes)
 }
 
 /*
- * Tells the daemon. It stops the requests before it answers, so that the engine is idle while Destroy waits for a
- * running callback. One that does not answer calls has got the message, and gets on with it when it can: an app with a
- * thousand sessions must not wait for it a thousand times. Lock held.
+ * Sends Destroy to the daemon and waits for the answer. The daemon stops the requests before it answers, so the engine
+ * is idle while Destroy waits for a running callback. If the connection is stalled, it does not wait: the daemon
+ * handles the message when it can, and an app with a thousand sessions must not wait a thousand times. Lock held.
  */
 static void tell_destroyed(struct session *session)
 {
@@ -111,7 +111,7 @@ static void tell_destroyed(struct session *session)
     }
 }
 
-/* The session is gone here, whatever the daemon answers. */
+/* Ends the session in this process, whatever the daemon answers. */
 OH_QoS_GewuErrorCode OH_QoS_GewuDestroySession(OH_QoS_GewuSession id)
 {
     OH_QoS_GewuErrorCode error = OH_QOS_GEWU_NOENT;
@@ -130,7 +130,7 @@ OH_QoS_GewuErrorCode OH_QoS_GewuDestroySession(OH_QoS_GewuSession id)
     return error;
 }
 
-/* Sends a registered request; unregisters it when it is refused, or not answered in time. Lock held. */
+/* Sends a registered request; unregisters it if it is refused or not answered in time. Lock held. */
 static OH_QoS_GewuErrorCode submit(struct session *session, const char *json, size_t length, unsigned id)
 {
     struct timespec deadline = gewu_deadline(GEWU_PATIENCE_MS);
@@ -163,7 +163,7 @@ OH_QoS_GewuSubmitRequestResult OH_QoS_GewuSubmitRequest(OH_QoS_GewuSession sessi
         result.error = OH_QOS_GEWU_NOMEM;
     } else {
         struct request *request = gewu_request_add(session, callback, context);
-        unsigned id = request != NULL ? request->id : 0;  /* the request itself may be gone before the answer */
+        unsigned id = request != NULL ? request->id : 0;  /* `request` may be freed before the answer comes */
         result.error = request != NULL ? submit(session, json, length, id) : OH_QOS_GEWU_NOMEM;
         if (result.error == OH_QOS_GEWU_OK) {
             result.request = id;
@@ -176,7 +176,8 @@ OH_QoS_GewuSubmitRequestResult OH_QoS_GewuSubmitRequest(OH_QoS_GewuSession sessi
     return result;
 }
 
-/* Needs no answer and waits for none: the request is silenced here, the daemon stops it when it reads the frame. */
+/* Does not wait for the daemon: no further callback of the request begins, and the daemon stops it when it reads the
+ * frame. */
 OH_QoS_GewuErrorCode OH_QoS_GewuAbortRequest(OH_QoS_GewuSession session_id, OH_QoS_GewuRequest id)
 {
     OH_QoS_GewuErrorCode error = OH_QOS_GEWU_NOENT;
@@ -201,7 +202,7 @@ OH_QoS_GewuErrorCode OH_QoS_GewuAbortRequest(OH_QoS_GewuSession session_id, OH_Q
     return error;
 }
 
-/* The names under which the platform's own libqos.so looks for its back end. */
+/* The names by which the platform's own libqos.so looks up its back end. */
 OH_QoS_GewuCreateSessionResult GewuCreateSession(const char *attributes)
     __attribute__((alias("OH_QoS_GewuCreateSession")));
 OH_QoS_GewuErrorCode GewuDestroySession(OH_QoS_GewuSession id) __attribute__((alias("OH_QoS_GewuDestroySession")));

@@ -1,6 +1,6 @@
 /*
- * The callback threads: one a session, started with its first request, so that callbacks are serial within a session and
- * independent between sessions.
+ * The callback threads: one per session, started with its first request. Callbacks of a session run one after another;
+ * those of different sessions do not wait for each other.
  */
 #include "internal.h"
 
@@ -9,7 +9,7 @@
 
 enum { WARN_AFTER_MS = 1000 };
 
-static _Thread_local struct session *own_session;  /* of a callback thread */
+static _Thread_local struct session *own_session;  /* in a callback thread, its session; else NULL */
 
 /* Delivers the first queued reply. Lock held, but not while the callback runs. */
 static void deliver_event(struct session *session)
@@ -37,7 +37,7 @@ static void deliver_event(struct session *session)
     }
 }
 
-/* A callback thread: runs until its session is destroyed, or lost and drained. Owns a reference. */
+/* A callback thread: runs until its session is destroyed, or lost with all replies delivered. Owns a reference. */
 static void *deliver_events(void *argument)
 {
     struct session *session = argument;
@@ -59,7 +59,7 @@ static void *deliver_events(void *argument)
     return NULL;
 }
 
-/* Starts the session's callback thread unless it runs; false when the system has no room for it. Lock held. */
+/* Starts the session's callback thread unless it runs; false if the system cannot create a thread. Lock held. */
 bool gewu_start_callbacks(struct session *session)
 {
     if (!session->has_thread) {
@@ -69,13 +69,14 @@ bool gewu_start_callbacks(struct session *session)
     return session->has_thread;
 }
 
-/* In the child of a fork: no callback runs here, even where the fork was made in one. */
+/* In the child of a fork: no callback runs in this process, even if the fork was called from one. */
 void gewu_callbacks_forget(void)
 {
     own_session = NULL;
 }
 
-/* Whether the calling callback is waited for, through any number of sessions, by the callback of `session`. */
+/* Whether waiting for the callback of `session` would deadlock: it waits, directly or through others, for the caller's.
+ * */
 static bool would_wait_for_itself(const struct session *session)
 {
     while (session != NULL && session != own_session) {
@@ -85,8 +86,9 @@ static bool would_wait_for_itself(const struct session *session)
 }
 
 /*
- * Waits until no callback of the request (0: of any request) of `session` runs. Returns at once inside that callback,
- * or when that callback itself waits for the calling one. The caller holds a reference. Lock held, not while waiting.
+ * Waits until no callback of the request (0 = of any request) of `session` runs. Returns at once if called from that
+ * callback, or if that callback waits for the calling one. The caller holds a reference. Lock held, but released while
+ * waiting.
  */
 void gewu_wait_idle(struct session *session, unsigned request_id)
 {

@@ -1,13 +1,13 @@
 /*
- * Calls that wait for the daemon's answer. They wait up to their caller's deadline: a daemon that is stopped, or that
- * answers half a frame, must not hang the app.
+ * Calls that wait for the daemon's answer, at most until the caller's deadline: a daemon that is stopped, or that sends
+ * half a frame, must not block the app.
  */
 #include "internal.h"
 
-/* Lives on its caller's stack while it is in the list. */
+/* A waiting call. It is on its caller's stack while it is in the list. */
 struct call {
     unsigned id;
-    unsigned request;  /* of a Submit, else 0 */
+    unsigned request;  /* the request of a Submit, else 0 */
     struct connection *connection;
     bool is_answered;
     unsigned error;
@@ -47,7 +47,7 @@ static void answer(struct call *call, unsigned error)
     pthread_cond_signal(&call->answered);
 }
 
-/* Answers a call of the connection; false when its caller has given up. Lock held. */
+/* Answers a call of the connection; false if its caller no longer waits. Lock held. */
 bool gewu_call_answer(const struct connection *connection, unsigned id, unsigned error)
 {
     struct call *call = look_up(id);
@@ -79,17 +79,17 @@ void gewu_calls_lost(const struct connection *connection)
     }
 }
 
-/* In the child of a fork: the calls are those of threads that do not exist here. */
+/* In the child of a fork: drops the calls, whose threads do not exist in this process. */
 void gewu_calls_forget(void)
 {
     calls = NULL;
 }
 
 /*
- * Sends the frame, whose `a` becomes the call's number, and with it a descriptor, which is taken over, unless
- * `passed_fd` is negative. Waits for the answer: an error code, FAULT when the connection is lost, NOSYS when the
- * deadline passes. What has not been sent by then is not sent any more, save a Destroy. The caller holds a reference on
- * the connection. Called and returns with the lock held.
+ * Sends the frame, after setting its `a` to the call's number, and with it the descriptor `passed_fd`, unless that is
+ * negative; the descriptor is closed. Waits for the answer and returns its error code; FAULT if the connection is lost,
+ * NOSYS if the deadline passes. A frame of which nothing was sent by then is withdrawn, except a Destroy. The caller
+ * holds a reference to the connection. Lock held, but released while waiting.
  */
 OH_QoS_GewuErrorCode gewu_call(
     struct connection *connection, struct frame *frame, int passed_fd, const struct timespec *deadline)

@@ -1,6 +1,6 @@
 /*
- * A socket to the daemon. Nobody waits to write: what the socket does not take at once is kept, and a thread that lives
- * as long as there is something kept sends it.
+ * A socket to the daemon. Sending never blocks a caller: bytes that the socket does not accept at once are queued, and
+ * a thread, which exists while the queue is not empty, sends them.
  */
 #include "internal.h"
 
@@ -23,7 +23,7 @@ struct connection *gewu_connection_new(int fd)
     return connection;
 }
 
-/* Forgets a kept frame, and closes the descriptor that should have gone with it. Lock held. */
+/* Frees a queued frame, and closes the descriptor that was to be passed with it. Lock held. */
 static void outgoing_free(struct outgoing *outgoing)
 {
     if (outgoing->passed_fd >= 0) {
@@ -32,7 +32,7 @@ static void outgoing_free(struct outgoing *outgoing)
     free(outgoing);
 }
 
-/* Forgets the first kept frame. Lock held. */
+/* Removes the first queued frame. Lock held. */
 static void pop_outgoing(struct connection *connection)
 {
     struct outgoing *first = connection->first_outgoing;
@@ -59,13 +59,13 @@ void gewu_connection_unref(struct connection *connection)
     free(connection);
 }
 
-/* Ends the connection: its reader thread notices, and wakes every waiting call. */
+/* Shuts the connection down; its reader thread then wakes every waiting call. */
 void gewu_connection_break(struct connection *connection)
 {
     shutdown(connection->fd, SHUT_RDWR);
 }
 
-/* Sends as much of the kept frames as the socket accepts; false when it accepts no more now. Lock held. */
+/* Sends as much of the queued frames as the socket accepts; false if it accepts no more now. Lock held. */
 static bool send_outgoing(struct connection *connection)
 {
     while (connection->first_outgoing != NULL) {
@@ -87,7 +87,7 @@ static bool send_outgoing(struct connection *connection)
     return true;
 }
 
-/* The thread that sends kept frames. Owns a reference. Woken when the connection breaks. */
+/* The thread that sends queued frames. Owns a reference. Shutting the connection down wakes it. */
 static void *flush_outgoing(void *argument)
 {
     struct connection *connection = argument;
@@ -104,7 +104,7 @@ static void *flush_outgoing(void *argument)
     return NULL;
 }
 
-/* Keeps a frame of which `sent` bytes have gone, and its descriptor. False without memory. Lock held. */
+/* Queues a frame, of which `sent` bytes are sent, with its descriptor. False if out of memory. Lock held. */
 static bool keep(struct connection *connection, struct iovec pieces[2], size_t sent, int passed_fd)
 {
     size_t length = pieces[0].iov_len + pieces[1].iov_len;
@@ -126,7 +126,7 @@ static bool keep(struct connection *connection, struct iovec pieces[2], size_t s
     return true;
 }
 
-/* Starts a thread that sends kept frames, unless one runs. False when the system has no room for it. Lock held. */
+/* Starts a thread that sends queued frames, unless one runs. False if the system cannot create it. Lock held. */
 static bool start_flushing(struct connection *connection)
 {
     if (!connection->is_flushing) {
@@ -137,9 +137,9 @@ static bool start_flushing(struct connection *connection)
 }
 
 /*
- * Sends a frame, now or as soon as the daemon takes it, and with it a descriptor, which is taken over, unless
- * `passed_fd` is negative. `call` is what gewu_unsend knows it by. A connection that cannot take it is broken. Never
- * waits. Lock held.
+ * Sends a frame now, or queues it until the daemon reads; with it goes the descriptor `passed_fd`, unless that is
+ * negative; the descriptor is closed. gewu_unsend identifies the frame by `call`. If it can be neither sent nor queued,
+ * the connection is shut down. Does not block. Lock held.
  */
 void gewu_send(struct connection *connection, const struct frame *frame, unsigned call, int passed_fd)
 {
@@ -174,7 +174,8 @@ void gewu_send(struct connection *connection, const struct frame *frame, unsigne
     }
 }
 
-/* Takes back a call's frame of which no byte has gone. False when the daemon may have some of it. Lock held. */
+/* Withdraws a call's queued frame of which no byte was sent. False if the daemon may have received some of it. Lock
+ * held. */
 bool gewu_unsend(struct connection *connection, unsigned call)
 {
     struct outgoing **link = &connection->first_outgoing, *before = NULL;

@@ -1,22 +1,22 @@
 /*
- * What the files of libqos.so share. The library is a thin client: it frames calls to the daemon, and delivers replies.
- * Each file uses only those below it:
+ * Declarations that the files of libqos.so share. The library is a thin client: it sends calls to the daemon as frames,
+ * and delivers replies to callbacks. Each file uses only those listed below it:
  *
  *   api.c         the public functions: order of checks, error codes
- *   service.c     the one connection to the daemon: connect, hello, the reader thread, the end of it; fork
+ *   service.c     the one connection to the daemon: connecting, hello, the reader thread, loss of the connection; fork
  *   calls.c       calls that wait for an answer, up to a deadline
- *   callbacks.c   the callback threads, one a session
+ *   callbacks.c   the callback threads, one per session
  *   session.c     sessions and their requests
- *   connection.c  a socket, what could not be sent at once, references
- *   socket.c      where the daemon listens, connecting, who listens there, one send
- *   wire.c        frames as bytes
- *   model.c       the path in a Create's attributes
- *   thread_qos.c  the level of the calling thread
+ *   connection.c  a socket, its queue of frames to send, its reference count
+ *   socket.c      the daemon's address, connecting, checking the owner of the listening process, one send
+ *   wire.c        encoding and decoding frames
+ *   model.c       finding and opening the model named in Create's attributes
+ *   thread_qos.c  the QoS level of the calling thread
  *   lock.c        the lock, conditions with deadlines, threads
- *   log.c         why calls fail, for people
+ *   log.c         messages for developers about failed calls
  *
- * One lock, gewu_lock, guards every struct here; functions say when they want it held. It is never held while user code
- * runs, while something is logged, or over a system call that can wait.
+ * One lock, gewu_lock, guards every struct here; "Lock held" in a comment means that the caller must hold it. It is
+ * never held while user code runs, while something is logged, or during a system call that can block.
  */
 #ifndef GEWU_INTERNAL_H
 #define GEWU_INTERNAL_H
@@ -30,22 +30,22 @@
 #include "qos/qos.h"
 
 /*
- * How long a public call waits for the daemon, connecting included. A daemon that works answers in milliseconds, one
- * that systemd starts at the first call within a second; an app's user gives up after some seconds.
+ * How long a public call waits for the daemon, connecting included. A running daemon answers in milliseconds, one that
+ * systemd starts on the first call within a second; users of an app lose patience after a few seconds.
  */
 #ifndef GEWU_PATIENCE_MS
 #define GEWU_PATIENCE_MS 5000
 #endif
 
-/* The last handle of each kind, after which they begin again with 1. Tests set it, to see that. */
+/* The largest handle of each kind, after which numbers start again at 1. Tests set it lower to reach that. */
 #ifndef GEWU_MAX_ID
 #define GEWU_MAX_ID (OH_QOS_GEWU_INVALID_SESSION_ID - 1)
 #endif
 
 enum {
-    GEWU_PROTOCOL = 2,            /* as in frames.py; both sides send theirs first */
+    GEWU_PROTOCOL = 2,            /* version, as in frames.py; each side sends its own in its first frame */
     GEWU_MAX_PAYLOAD = 16 << 20,  /* bytes; longer JSON is refused as INVAL */
-    GEWU_HEADER_SIZE = 80,        /* bytes, the newline counted */
+    GEWU_HEADER_SIZE = 80,        /* bytes of the longest header, newline included */
     GEWU_NUM_TOMBSTONES = 1024    /* finished requests a session remembers, so that Abort can still say OK */
 };
 
@@ -64,10 +64,10 @@ struct source {
     char bytes[16384];
 };
 
-/* A frame, or the rest of one, that was not sent yet. */
+/* A queued frame of which some or all bytes are still to be sent. */
 struct outgoing {
     unsigned call;  /* 0: no caller waits for its answer */
-    int passed_fd;  /* or -1; closed when it is sent */
+    int passed_fd;  /* descriptor to pass with it, -1 = none; closed once sent */
     size_t length, sent;
     struct outgoing *next;
     char bytes[];
@@ -77,15 +77,15 @@ struct outgoing {
 struct connection {
     int fd;
     unsigned refs;
-    bool is_ready;    /* both sides speak the same protocol */
+    bool is_ready;    /* the daemon's hello has come and its protocol version fits */
     bool is_lost;
-    bool is_stalled;  /* a call got no answer in time, and nothing has come in since */
-    bool is_flushing; /* a thread sends the outgoing frames */
+    bool is_stalled;  /* a call got no answer in time, and nothing has been received since */
+    bool is_flushing; /* a thread is sending the queued frames */
     struct outgoing *first_outgoing, *last_outgoing;
-    pthread_cond_t changed;  /* is_ready or is_lost */
+    pthread_cond_t changed;  /* signalled when is_ready or is_lost changes */
 };
 
-/* A reply on its way to the callback. */
+/* A reply that is queued for the callback. */
 struct event {
     struct request *request;
     bool is_final;
@@ -97,23 +97,23 @@ struct request {
     unsigned id;
     OH_QoS_GewuOnResponse callback;
     void *context;
-    bool has_end;      /* its final reply is queued: there is never a second one */
+    bool has_end;      /* its final reply is queued; no second one is ever queued */
     bool is_silent;    /* aborted while its callback runs; the callback thread frees it */
-    struct event end;  /* for a lost connection: needs no memory then */
+    struct event end;  /* the final reply after a lost connection, which then needs no allocation */
     struct request *next;
 };
 
 struct session {
     unsigned id;
-    unsigned refs;  /* the table, the callback thread, each call at work on it */
+    unsigned refs;  /* of the table, the callback thread, and each call that uses it */
     struct connection *connection;
     bool is_closed;   /* destroyed */
     bool is_lost;     /* the connection is lost; queued replies are still delivered */
     bool has_thread;
-    struct request *requests;  /* not finished, not aborted */
+    struct request *requests;  /* requests that are neither finished nor aborted */
     struct event *first_event, *last_event;
     unsigned running;            /* the request whose callback is running, or 0 */
-    struct session *waits_for;   /* set while this session's callback waits for another session's */
+    struct session *waits_for;   /* the session for whose callback this session's callback waits, or NULL */
     unsigned *tombstones;        /* ring of GEWU_NUM_TOMBSTONES ids, 0 = none; NULL until a request finishes */
     unsigned next_tombstone;
     pthread_cond_t has_event, is_idle;

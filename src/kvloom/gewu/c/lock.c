@@ -8,7 +8,7 @@ enum { MS_PER_S = 1000, NS_PER_MS = 1000000, NS_PER_S = 1000000000 };
 
 pthread_mutex_t gewu_lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* The next handle: never 0, never INVALID. The caller passes over those that live. Lock held. */
+/* The next handle: never 0, never INVALID. The caller must skip handles that are in use. Lock held. */
 unsigned gewu_next_id(unsigned *counter)
 {
     *counter = *counter < GEWU_MAX_ID ? *counter + 1 : 1;
@@ -39,7 +39,7 @@ struct timespec gewu_deadline(unsigned delay_ms)
     return time;
 }
 
-/* How far the deadline is; zero when it has passed. */
+/* The time left until the deadline; zero if it has passed. */
 struct timespec gewu_time_left(const struct timespec *deadline)
 {
     struct timespec now = gewu_deadline(0);
@@ -51,13 +51,14 @@ struct timespec gewu_time_left(const struct timespec *deadline)
     return left.tv_sec < 0 ? (struct timespec){0, 0} : left;
 }
 
-/* Waits for a condition made by gewu_cond_init; false when the deadline has passed. Lock held, not while waiting. */
+/* Waits for a condition made by gewu_cond_init; false if the deadline has passed. Lock held, but released while
+ * waiting. */
 bool gewu_wait(pthread_cond_t *condition, const struct timespec *deadline)
 {
     return pthread_cond_timedwait(condition, &gewu_lock, deadline) != ETIMEDOUT;
 }
 
-/* Starts a detached thread; false when the system has no room for it. Signals stay with the app's own threads. */
+/* Starts a detached thread with all signals blocked; false if the system cannot create it. */
 bool gewu_start_thread(void *(*run)(void *argument), void *argument)
 {
     sigset_t all, before;

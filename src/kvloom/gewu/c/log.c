@@ -1,11 +1,12 @@
-/* Why calls fail, for people: one line each on stderr when GEWU_LOG is set. The app gets only codes. */
+/* Messages for developers about failed calls: one line each on stderr if GEWU_LOG is set. The app gets error codes
+ * only. */
 #include "internal.h"
 
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-/* Logs one line, as printf does, if logging is on. stderr may block, so no lock is held. */
+/* Logs one line, formatted as by printf, if logging is on. stderr may block, so the lock must not be held. */
 void gewu_log(const char *format, ...)
 {
     char line[1024];

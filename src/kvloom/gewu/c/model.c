@@ -1,7 +1,7 @@
 /*
- * The path that an app names in Create's attributes. The library opens it and passes the descriptor: so the daemon
- * reads nothing that the app could not, and nothing that the app did not name. The daemon judges the JSON; here a text
- * that is none may give any path, or none.
+ * Opens the model whose path an app names in Create's attributes. The library passes the open descriptor to the daemon,
+ * so the daemon reads only files that the app may read and has named. The daemon validates the JSON; for invalid JSON
+ * this file may find any path or none.
  */
 #include "internal.h"
 
@@ -26,7 +26,7 @@ static long read_hex(const char *at)
     return value;
 }
 
-/* Writes a code point as UTF-8; returns the position behind it. */
+/* Writes a code point as UTF-8; returns the position after it. */
 static char *put_utf8(char *out, unsigned long point)
 {
     int num_more = point < 0x80 ? 0 : point < 0x800 ? 1 : point < FIRST_BEYOND_16_BITS ? 2 : 3;
@@ -38,7 +38,7 @@ static char *put_utf8(char *out, unsigned long point)
     return out;
 }
 
-/* Reads the digits behind "\u", and those of a second half, as a code point. Returns where they end; NULL: none. */
+/* Reads the digits after "\u", and a following low surrogate, as a code point. Returns their end; NULL = invalid. */
 static const char *read_unicode(const char *at, unsigned long *point)
 {
     long high = read_hex(at), low;
@@ -58,8 +58,8 @@ static const char *read_unicode(const char *at, unsigned long *point)
 }
 
 /*
- * Reads a JSON string from behind its first quote and writes what it says, NUL-terminated and never longer, to `out`.
- * Returns where it ends, behind the last quote; NULL when it does not, or says a NUL.
+ * Reads a JSON string, from after its first quote on, and writes its value, NUL-terminated and never longer, to `out`.
+ * Returns the position after its last quote; NULL if it is unterminated, invalid or contains a NUL.
  */
 static const char *read_string(const char *at, char *out)
 {
@@ -94,8 +94,8 @@ static const char *skip_space(const char *at)
 }
 
 /*
- * Writes the string that the object's field "model" holds, its last one, to `path`; `scratch` and `path` are as large
- * as the text. False when there is none.
+ * Writes the string in the object's field "model" (the last such field) to `path`. scratch, path: as large as the text.
+ * False if there is no such string.
  */
 static bool find_model(const char *at, char *scratch, char *path)
 {
@@ -124,8 +124,8 @@ static bool find_model(const char *at, char *scratch, char *path)
 }
 
 /*
- * Opens the model that Create's attributes name. A descriptor for the caller to close; -1 and why, an errno, in
- * `error`: EINVAL when no path is named. Neither a pipe nor a device makes it wait.
+ * Opens the model that Create's attributes name. Returns a descriptor, which the caller must close; or -1 with an errno
+ * in *error, EINVAL if no path is named. Does not block, not even on a pipe or a device.
  */
 int gewu_open_model(const char *attributes, int *error)
 {

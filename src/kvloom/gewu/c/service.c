@@ -1,6 +1,6 @@
 /*
- * The one connection to the daemon. A reader thread takes frames off it and never runs user code. A connection that is
- * lost fails the calls and ends the requests; the next Create connects again.
+ * The one connection to the daemon. A reader thread receives its frames; it never runs user code. When the connection
+ * is lost, waiting calls fail and requests end; the next Create connects again.
  */
 #include "internal.h"
 
@@ -10,19 +10,19 @@
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static struct connection *current;  /* NULL while there is none; the connecting or the reader thread keeps it alive */
 
-/* Takes the lock for a fork, so that no other thread changes anything meanwhile. */
+/* Takes the lock during a fork, so that the child gets consistent data. */
 static void before_fork(void)
 {
     pthread_mutex_lock(&gewu_lock);
 }
 
-/* The parent goes on. */
+/* Releases the lock in the parent. */
 static void after_fork(void)
 {
     pthread_mutex_unlock(&gewu_lock);
 }
 
-/* The child must not use, nor keep open, the parent's socket: the daemon would not see the parent end. */
+/* Closes the parent's socket in the child: while it is open there, the daemon does not notice that the parent ends. */
 static void after_fork_in_child(void)
 {
     if (current != NULL) {
@@ -36,20 +36,20 @@ static void after_fork_in_child(void)
     pthread_mutex_init(&gewu_lock, NULL);
 }
 
-/* Runs once a process. */
+/* Runs once per process. */
 static void install_fork_handlers(void)
 {
     pthread_atfork(before_fork, after_fork, after_fork_in_child);
 }
 
-/* Every public call comes through here: takes the lock. */
+/* Takes the lock, and installs the fork handlers before. Every public call begins with it. */
 void gewu_enter(void)
 {
     pthread_once(&once, install_fork_handlers);
     pthread_mutex_lock(&gewu_lock);
 }
 
-/* The connection has ended: requests first, while it is still known which calls were unanswered. Lock held. */
+/* Handles a lost connection: ends requests, then fails calls, as requests depend on which calls wait. Lock held. */
 static void lose(struct connection *connection)
 {
     connection->is_lost = true;
@@ -62,7 +62,7 @@ static void lose(struct connection *connection)
     }
 }
 
-/* Reads the daemon's first frame, its hello. False, and logged, when it does not speak this protocol. Lock not held. */
+/* Reads the daemon's first frame, its hello. If its protocol is another, logs it and returns false. Lock not held. */
 static bool read_hello(const struct connection *connection, struct source *source)
 {
     struct frame frame;
@@ -87,8 +87,8 @@ static bool read_hello(const struct connection *connection, struct source *sourc
 }
 
 /*
- * An answer, which names the session, and the request of a Submit. Came it too late, its caller knows of neither: they
- * are ended. Lock held.
+ * Handles an answer. It names the session and, for a Submit, the request. If the caller no longer waits, it does not
+ * know them, so they are ended. Lock held.
  */
 static void take_answer(struct connection *connection, const struct frame *answer)
 {
@@ -99,7 +99,7 @@ static void take_answer(struct connection *connection, const struct frame *answe
     }
 }
 
-/* A frame of a connection that is ready; takes `payload`. False when it cannot go on. Lock held. */
+/* Handles a frame; takes ownership of `payload`. False if the connection cannot continue. Lock held. */
 static bool take_frame(struct connection *connection, const struct frame *frame, char *payload)
 {
     connection->is_stalled = false;
@@ -140,8 +140,8 @@ static void *read_frames(void *argument)
 }
 
 /*
- * Connects `connection` to the daemon, says hello, and starts to read. False when it cannot by the deadline; NOMEM in
- * `error` when there is no room for a thread. Called and returns with the lock held.
+ * Connects `connection` to the daemon, exchanges hellos and starts the reader thread. False if that fails or the
+ * deadline passes; *error = NOMEM if no thread can be created. Lock held, but released meanwhile.
  */
 static bool greet(struct connection *connection, const struct timespec *deadline, OH_QoS_GewuErrorCode *error)
 {
@@ -169,7 +169,7 @@ static bool greet(struct connection *connection, const struct timespec *deadline
     return connection->is_ready;
 }
 
-/* A connection that is not connected, with a reference for the caller; NULL without a descriptor or memory. Lock held. */
+/* Makes an unconnected connection, with a reference for the caller; NULL if out of descriptors or memory. Lock held. */
 static struct connection *begin(void)
 {
     int fd = gewu_socket();
@@ -181,9 +181,9 @@ static struct connection *begin(void)
 }
 
 /*
- * The connection, made if need be, with a reference for the caller. NULL and why: NOSYS when there is no daemon, none
- * that answers, or none that speaks this protocol; NOMEM. Of threads that find no connection one connects and the others
- * wait for it. Called and returns with the lock held.
+ * Returns the connection, which it makes if needed, with a reference for the caller. On failure NULL, and *error =
+ * NOSYS if there is no daemon, it does not answer, or its protocol is another; NOMEM. If several threads find no
+ * connection, one connects and the others wait for it. Lock held, but released while waiting.
  */
 struct connection *gewu_connect(const struct timespec *deadline, OH_QoS_GewuErrorCode *error)
 {

@@ -19,7 +19,8 @@ static struct session *look_up(unsigned id)
     return session;
 }
 
-/* A session on `connection`, with one reference for the caller, not yet in the table. NULL without memory. Lock held. */
+/* A session on `connection`, with one reference for the caller, not yet in the table. NULL without memory. Lock held.
+ * */
 struct session *gewu_session_new(struct connection *connection)
 {
     struct session *session = calloc(1, sizeof *session);
@@ -45,7 +46,7 @@ void gewu_session_add(struct session *session)
     sessions = session;
 }
 
-/* The session with a new reference for the caller, or NULL. Lock held. */
+/* Looks up a session and adds a reference for the caller; NULL = there is none. Lock held. */
 struct session *gewu_session_find(unsigned id)
 {
     struct session *session = look_up(id);
@@ -55,7 +56,7 @@ struct session *gewu_session_find(unsigned id)
     return session;
 }
 
-/* Gives up a reference; the last one frees the session, whose requests are gone by then. Lock held. */
+/* Drops a reference; the last one frees the session, which has no requests by then. Lock held. */
 void gewu_session_unref(struct session *session)
 {
     if (--session->refs > 0) {
@@ -68,7 +69,7 @@ void gewu_session_unref(struct session *session)
     free(session);
 }
 
-/* Frees a reply that is in no queue. */
+/* Frees a reply that is not queued. */
 void gewu_event_free(struct event *event)
 {
     if (event != &event->request->end) {
@@ -77,7 +78,7 @@ void gewu_event_free(struct event *event)
     }
 }
 
-/* Hands an event to the session's callback thread. Lock held. */
+/* Queues an event for the session's callback thread. Lock held. */
 static void queue_event(struct session *session, struct event *event)
 {
     if (session->last_event != NULL) {
@@ -89,7 +90,7 @@ static void queue_event(struct session *session, struct event *event)
     pthread_cond_signal(&session->has_event);
 }
 
-/* Takes the session out of the table, if it is there, with the table's reference. Lock held. */
+/* Removes the session from the table, if it is there, and drops the table's reference. Lock held. */
 void gewu_session_remove(struct session *session)
 {
     struct session **link = &sessions;
@@ -102,7 +103,8 @@ void gewu_session_remove(struct session *session)
     }
 }
 
-/* Takes the session out of the table and silences all its requests. The caller holds a reference. Lock held. */
+/* Removes the session from the table and drops its requests, without callbacks. The caller holds a reference. Lock
+ * held. */
 void gewu_session_close(struct session *session)
 {
     gewu_session_remove(session);
@@ -114,9 +116,9 @@ void gewu_session_close(struct session *session)
 }
 
 /*
- * The connection is gone: each accepted request ends with one "abort"; one whose Submit has not been answered ends with
- * the error of that Submit alone. The sessions stay in the table until that is delivered, so that Destroy can wait for
- * a callback. Lock held.
+ * Ends the requests of a lost connection: each accepted one with one reply "abort"; one whose Submit is not answered
+ * yet only with the error that Submit returns. Sessions stay in the table until these replies are delivered, so that
+ * Destroy can wait for a callback. Lock held.
  */
 void gewu_sessions_lost(struct connection *connection, bool (*is_pending)(unsigned request))
 {
@@ -141,7 +143,7 @@ void gewu_sessions_lost(struct connection *connection, bool (*is_pending)(unsign
     }
 }
 
-/* In the child of a fork: the sessions are the parent's. Not freed: threads that do not exist here refer to them. */
+/* In the child of a fork: drops the parent's sessions. Not freed: threads that do not exist here hold references. */
 void gewu_sessions_forget(void)
 {
     for (struct session *session = sessions; session != NULL; session = session->next) {
@@ -151,7 +153,7 @@ void gewu_sessions_forget(void)
     sessions = NULL;
 }
 
-/* Whether a request of that id lives in the session, or has ended and is remembered. Lock held. */
+/* Whether a request with that id exists in the session, or has ended and is remembered. Lock held. */
 static bool knows_request(const struct session *session, unsigned id)
 {
     for (const struct request *request = session->requests; request != NULL; request = request->next) {
@@ -168,8 +170,8 @@ static bool knows_request(const struct session *session, unsigned id)
 }
 
 /*
- * Registers a request, before it is sent: its first reply may come before Submit returns. NULL without memory. The
- * session owns it until it is dropped or its last reply is delivered. Lock held.
+ * Registers a request; called before it is sent, because its first reply may come before Submit returns. NULL if out of
+ * memory. The session owns it until it is dropped or its last reply is delivered. Lock held.
  */
 struct request *gewu_request_add(struct session *session, OH_QoS_GewuOnResponse callback, void *context)
 {
@@ -183,14 +185,14 @@ struct request *gewu_request_add(struct session *session, OH_QoS_GewuOnResponse 
     } while (knows_request(session, request->id));
     request->callback = callback;
     request->context = context;
-    while (*link != NULL) {  /* in order of submission: a lost connection ends them in it */
+    while (*link != NULL) {  /* in order of submission, in which a lost connection ends them */
         link = &(*link)->next;
     }
     *link = request;
     return request;
 }
 
-/* Takes a request out of the session's list; NULL when it is not there. Lock held. */
+/* Removes a request from the session's list and returns it; NULL if it is not there. Lock held. */
 struct request *gewu_request_take(struct session *session, unsigned id)
 {
     struct request **link = &session->requests;
@@ -204,7 +206,8 @@ struct request *gewu_request_take(struct session *session, unsigned id)
     return request;
 }
 
-/* Silences a live request and frees it with its queued replies; false when there is none with this id. Lock held. */
+/* Drops a request: frees it with its queued replies, without callbacks; false if there is none with this id. Lock held.
+ * */
 bool gewu_request_drop(struct session *session, unsigned id)
 {
     struct request *request = gewu_request_take(session, id);
@@ -231,7 +234,7 @@ bool gewu_request_drop(struct session *session, unsigned id)
     return true;
 }
 
-/* Remembers a request that has ended by itself; the oldest is forgotten. Lock held. */
+/* Remembers a request that has finished, in place of the oldest one. Lock held. */
 void gewu_tombstone_add(struct session *session, unsigned id)
 {
     if (session->tombstones == NULL) {
@@ -242,7 +245,7 @@ void gewu_tombstone_add(struct session *session, unsigned id)
     }
 }
 
-/* Whether the request ended by itself and was not aborted since; forgets it. Lock held. */
+/* Whether the request has finished and is remembered; removes it from memory. Lock held. */
 bool gewu_tombstone_take(struct session *session, unsigned id)
 {
     for (unsigned i = 0; session->tombstones != NULL && id != 0 && i < GEWU_NUM_TOMBSTONES; i++) {
@@ -255,8 +258,8 @@ bool gewu_tombstone_take(struct session *session, unsigned id)
 }
 
 /*
- * Queues a reply for its callback thread. Takes `json`; a reply to a request that is gone is freed here. False without
- * memory. Lock held.
+ * Queues a reply for its session's callback thread. Takes ownership of `json`, and frees it if the request no longer
+ * exists. False if out of memory. Lock held.
  */
 bool gewu_event_add(struct connection *connection, const struct frame *frame, char *json)
 {

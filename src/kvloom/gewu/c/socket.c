@@ -1,4 +1,4 @@
-/* System calls of a connection: the daemon's address, connecting, checking who listens there, one send. */
+/* System calls of a connection: finding the daemon's address, connecting, checking the owner of the peer, one send. */
 #include "internal.h"
 
 #include <errno.h>
@@ -12,7 +12,7 @@
 
 static const char SYSTEM_SOCKET[] = "/run/gewu/gewu.sock";
 
-/* Writes the daemon's address; false when it is too long. $GEWU_SOCKET, else the user's, else the system's. */
+/* Writes the daemon's address: $GEWU_SOCKET, else the user's socket, else the system's. False if it is too long. */
 static bool find_address(struct sockaddr_un *address)
 {
     const char *path = getenv("GEWU_SOCKET"), *runtime = getenv("XDG_RUNTIME_DIR");
@@ -40,15 +40,16 @@ int gewu_socket(void)
 }
 
 /*
- * Connects up to the deadline: errno EAGAIN when the daemon has accepted nobody in that time. (A socket that does not
- * block gets EAGAIN at once when the queue is full, and poll cannot wait for room there; so the kernel waits.)
+ * Connects, waiting until the deadline; errno EAGAIN if the daemon accepts no connections until then. The wait is a
+ * blocking connect with SO_SNDTIMEO: a non-blocking one fails with EAGAIN if the queue is full, and poll cannot wait
+ * for room in it.
  */
 static bool connect_until(int fd, const struct sockaddr_un *address, const struct timespec *deadline)
 {
     for (;;) {
         struct timespec left = gewu_time_left(deadline);
         struct timeval patience = {left.tv_sec, left.tv_nsec / 1000};
-        if (patience.tv_sec == 0 && patience.tv_usec == 0) {  /* which would be for ever */
+        if (patience.tv_sec == 0 && patience.tv_usec == 0) {  /* a timeout of 0 would mean none */
             errno = EAGAIN;
             return false;
         }
@@ -63,8 +64,8 @@ static bool connect_until(int fd, const struct sockaddr_un *address, const struc
 }
 
 /*
- * Whether this user or root listens there: to anybody else the library would hand prompts and descriptors of files
- * that only the app may read.
+ * Whether the listening process belongs to this user or root. A process of another user would get prompts, and
+ * descriptors of files that only the app may read.
  */
 static bool is_trusted(int fd, const char *path)
 {
@@ -80,7 +81,7 @@ static bool is_trusted(int fd, const char *path)
     return true;
 }
 
-/* Connects the socket to the daemon, up to the deadline. False, and the reason is logged, when it cannot. */
+/* Connects the socket to the daemon, waiting until the deadline. If that fails, logs the reason and returns false. */
 bool gewu_socket_connect(int fd, const struct timespec *deadline)
 {
     struct sockaddr_un address;
@@ -97,8 +98,8 @@ bool gewu_socket_connect(int fd, const struct timespec *deadline)
 }
 
 /*
- * Sends as much as the socket takes at once of two pieces, and with the first byte a descriptor unless `passed_fd` is
- * negative. Bytes sent; -1 and errno, EAGAIN when the socket is full.
+ * Sends as much of two pieces as the socket accepts without blocking, and with the first byte the descriptor passed_fd,
+ * unless that is negative. Returns the bytes sent; -1 with errno, EAGAIN if the socket is full.
  */
 ptrdiff_t gewu_socket_send(int fd, struct iovec pieces[2], int passed_fd)
 {

@@ -1,6 +1,7 @@
 /*
- * The QoS level of the calling thread. It is recorded only, and goes out with each request the thread submits: an
- * unprivileged thread may raise its nice value but never lower it again, so Reset could not undo a Set.
+ * The QoS level of the calling thread. It is only recorded, and sent with each request that the thread submits. It does
+ * not change the nice value: an unprivileged thread can raise that but not lower it again, so Reset could not undo a
+ * Set.
  */
 #include "internal.h"
 
@@ -8,7 +9,7 @@ enum { UNSET = -1 };
 
 static _Thread_local int thread_level = UNSET;
 
-/* Records the level of this thread; -1 for an invalid level. */
+/* Records the level of this thread; returns 0, or -1 for an invalid level. */
 int OH_QoS_SetThreadQoS(QoS_Level level)
 {
     if ((int)level < QOS_BACKGROUND || level > QOS_USER_INTERACTIVE) {
@@ -18,7 +19,7 @@ int OH_QoS_SetThreadQoS(QoS_Level level)
     return 0;
 }
 
-/* Forgets the level of this thread; -1 when none was set. */
+/* Clears the level of this thread; returns 0, or -1 if none was set. */
 int OH_QoS_ResetThreadQoS(void)
 {
     if (thread_level == UNSET) {
@@ -28,7 +29,7 @@ int OH_QoS_ResetThreadQoS(void)
     return 0;
 }
 
-/* Reads the level of this thread; -1 when none was set. */
+/* Reads the level of this thread; returns 0, or -1 if `level` is NULL or none was set. */
 int OH_QoS_GetThreadQoS(QoS_Level *level)
 {
     if (level == NULL || thread_level == UNSET) {

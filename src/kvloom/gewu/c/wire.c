@@ -15,7 +15,7 @@ size_t gewu_write_header(const struct frame *frame, char header[GEWU_HEADER_SIZE
         frame->d, frame->length);
 }
 
-/* Reads a space and a decimal number up to `max`, and moves `at` behind it. False when there is none. */
+/* Reads a space and a decimal number up to `max`, and advances *at past it. False if there is none. */
 static bool read_number(const char **at, unsigned max, unsigned *number)
 {
     unsigned long long value = 0;
@@ -34,7 +34,7 @@ static bool read_number(const char **at, unsigned max, unsigned *number)
     return true;
 }
 
-/* Reads a header line. False when it is not one. */
+/* Decodes a header line. False if it is malformed. */
 static bool read_header(const char *header, struct frame *frame)
 {
     const char *at = header + 1;
@@ -49,7 +49,7 @@ static bool read_header(const char *header, struct frame *frame)
     return true;
 }
 
-/* The next byte is at source->bytes[source->start]; false at the end of the connection. */
+/* Receives until there is a byte at source->bytes[source->start]; false at the end of the connection or on an error. */
 static bool fill(struct source *source)
 {
     while (source->start == source->end) {
@@ -63,7 +63,8 @@ static bool fill(struct source *source)
     return true;
 }
 
-/* Reads a frame and its payload (NUL-terminated), which the caller frees. False at the stream's end, or on an error. */
+/* Reads a frame and its payload (NUL-terminated), which the caller must free. False at the stream's end or on an error.
+ * */
 bool gewu_read_frame(struct source *source, struct frame *frame, char **payload)
 {
     char header[GEWU_HEADER_SIZE];

@@ -1,6 +1,6 @@
 /*
- * hilog/log.h - the platform's log calls, for programs that are built off the platform: lines go to stderr.
- * Header only. Private values are printed: this is a developer's machine.
+ * hilog/log.h - the platform's log calls, for programs that are built elsewhere: they write lines to stderr.
+ * Header only. Values marked private are printed too, because it is meant for developers' machines.
  */
 #ifndef HILOG_LOG_H
 #define HILOG_LOG_H

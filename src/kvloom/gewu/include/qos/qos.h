@@ -55,10 +55,11 @@ typedef struct {
 typedef void (*OH_QoS_GewuOnResponse)(void* context, const char* response);
 
 /*
- * All four may be called from any thread, also from a callback. None waits for the service longer than 5 s: then Create
- * and Submit answer OH_QOS_GEWU_NOSYS, what they asked for is undone when the service goes on, and no callback comes;
- * Destroy answers OH_QOS_GEWU_OK, for here the session has ended. Abort does not wait for the service. Abort and Destroy
- * wait for a callback that runs on another thread, however long it does. Strings are UTF-8, at most 16 MiB.
+ * All four may be called from any thread, also from a callback. None waits for the service longer than 5 s. After that
+ * time Create and Submit return OH_QOS_GEWU_NOSYS; their session or request is ended when the service continues, and no
+ * callback is called. Destroy then returns OH_QOS_GEWU_OK, because the session has ended in this process. Abort does
+ * not wait for the service. Abort and Destroy wait until a callback that runs on another thread has returned. Strings
+ * are UTF-8, at most 16 MiB.
  */
 OH_QoS_GewuCreateSessionResult OH_QoS_GewuCreateSession(const char* attributes);
 OH_QoS_GewuErrorCode OH_QoS_GewuDestroySession(OH_QoS_GewuSession session);
