@@ -23,10 +23,10 @@ using namespace llm::engine;
 
 static constexpr uint32_t MAX_TOKENS = 16;
 
-/* Sends what the engine can take, and collects what comes back. */
+/* Sends as many requests as the engine can take, and collects the responses. */
 class Program {
 public:
-    /* False, and told on stderr, when a call fails. */
+    /* If a call fails, writes the reason to stderr and returns false. */
     bool Run(const std::string &config, const std::string &dataset, const std::string &text)
     {
         const auto callback = [this](std::shared_ptr<InferenceResponse> &response) { Collect(*response); };
@@ -55,7 +55,7 @@ private:
         return status.IsOk();
     }
 
-    /* The callback: one call a token, all from one thread. */
+    /* The callback: called once per token, always on the same thread. */
     void Collect(InferenceResponse &response)
     {
         InferenceResponse::Output *output = nullptr;
@@ -111,7 +111,7 @@ private:
         return Send(request, 0);
     }
 
-    /* As blocks, slots and prompt tokens come free. */
+    /* Sends rows as blocks, slots and prompt tokens become free. */
     bool SendRows(const std::string &dataset)
     {
         SimpleLLMInference::IOManager rows;

@@ -168,7 +168,7 @@ static double median_first_s(OH_QoS_GewuSession session, const char *content)
     for (int i = 0; i < TTFT_ROUNDS; i++) {
         char prompt[200];
         struct watch watch;
-        snprintf(prompt, sizeof prompt, "%d %s", rand(), content);  /* a new prefix: nothing of it is cached */
+        snprintf(prompt, sizeof prompt, "%d %s", rand(), content);  /* a new prefix, so that nothing is cached */
         watch_init(&watch);
         double start_s = now_s();
         submit(session, prompt, 8, &watch);
@@ -183,7 +183,8 @@ static double median_first_s(OH_QoS_GewuSession session, const char *content)
 static const char *const question = "Name three large cities of Europe and say one sentence about each of them.";
 static const char *const story = "Tell a very long story.";
 
-/* A warm session's first token, and that of a session created after it: a second one costs no load. Returns the first. */
+/* A warm session's first token, and that of a session created after it: a second one costs no load. Returns the first.
+ * */
 static double bench_sessions(OH_QoS_GewuSession first)
 {
     struct watch warm;
@@ -235,7 +236,7 @@ static void bench_interactive(OH_QoS_GewuSession interactive, double alone_s)
     }
 }
 
-/* Sessions that all run when they are destroyed, and one whose queue holds as many requests. */
+/* Destroying many sessions with a running request each, and one session with as many queued requests. */
 static void bench_destroy(void)
 {
     static struct watch watches[2 * DESTROYED];

@@ -1,5 +1,5 @@
-// What two processes need at least for a batch: a message and its answer over a Unix socket, the copies and the sums of
-// the same bytes, and nothing else: no index, no names, no checks, no memory to be found.
+// The least that two processes need for a batch: a message and its answer over a Unix socket, and copies and checksums
+// of the bytes; no index, no names, no checks, no allocation.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -10,9 +10,9 @@
 
 namespace {
 
-constexpr size_t kMessageBytes = 2500;  // of 64 keys, where they lie and their sums, about
+constexpr size_t kMessageBytes = 2500;  // about the bytes of 64 keys with their places and checksums
 
-// Blocks of the arena to be copied into the pool, and summed. At most as many as the arena has.
+// An order to copy blocks of the arena into the pool and checksum them; at most as many blocks as the arena holds.
 struct Order {
     int64_t from;
     int64_t to;
@@ -34,7 +34,7 @@ bool receive(int fd, uint8_t* data, size_t size) {
 
 extern "C" {
 
-// Answers until its caller is gone.
+// Serves orders until the caller closes the socket.
 void floor_serve(int fd, const ems::Xxh3* xxh3, uint8_t* arena, uint8_t* pool, int64_t block_bytes) {
     ems::SummedCopy copy(*xxh3);
     const auto size = static_cast<size_t>(block_bytes);
@@ -49,7 +49,8 @@ void floor_serve(int fd, const ems::Xxh3* xxh3, uint8_t* arena, uint8_t* pool, i
     }
 }
 
-// `num` blocks of `source` into the arena, and from there to block `to` of the pool, in messages of `at_once` blocks.
+// Copies `num` blocks of `source` to the arena, and from there to the pool, from block `to` on, `at_once` blocks per
+// message.
 void floor_save(int fd, const uint8_t* source, uint8_t* arena, int64_t block_bytes, int64_t num, int64_t at_once,
                 int64_t to) {
     uint8_t message[kMessageBytes] = {};
@@ -66,7 +67,8 @@ void floor_save(int fd, const uint8_t* source, uint8_t* arena, int64_t block_byt
     }
 }
 
-// A message and its answer, then `num` blocks of the pool from `from` on: each is summed, then copied. 0 = a ping.
+// Exchanges a message and its answer, then checksums and copies `num` blocks of the pool, from block `from` on. 0 = a
+// ping.
 uint64_t floor_load(int fd, const ems::Xxh3* xxh3, const uint8_t* pool, uint8_t* target, int64_t block_bytes,
                     int64_t num, int64_t from) {
     uint8_t message[kMessageBytes] = {};
@@ -81,8 +83,8 @@ uint64_t floor_load(int fd, const ems::Xxh3* xxh3, const uint8_t* pool, uint8_t*
     return sums;
 }
 
-// What client and agent do to `num` blocks, by one thread: copied into a staging area of 512 KiB, from there into
-// the pool with sums; then as many others of the pool are summed and copied to `target`.
+// The work of client and agent for `num` blocks, on one thread: copies them to a staging area of 512 KiB and from
+// there, with checksums, to the pool; then checksums as many other blocks of the pool and copies them to `target`.
 uint64_t floor_mixed(const ems::Xxh3* xxh3, const uint8_t* source, uint8_t* pool, const uint8_t* saved, uint8_t* target,
                      int64_t block_bytes, int64_t num) {
     constexpr int64_t kArenaBytes = 512 << 10;

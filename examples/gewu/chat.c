@@ -1,5 +1,5 @@
 /*
- * A chat in C: chat MODEL. Type a line, read the answer as it is made; Ctrl-D ends.
+ * A chat in C: chat MODEL. Type a line, read the answer while it is generated; Ctrl-D ends.
  *
  *   cc chat.c -o chat $(kvloom gewu --cflags --libs)
  */
@@ -16,7 +16,8 @@ struct answer {
     int is_done;
 };
 
-/* Writes `text` as the inside of a JSON string; returns the end. `out` holds 6 bytes for each of `text`. */
+/* Writes `text` as the content of a JSON string; returns the end. `out` must have room for 6 bytes per byte of `text`.
+ * */
 static char *escape(char *out, const char *text)
 {
     for (; *text != '\0'; text++) {
@@ -30,7 +31,8 @@ static char *escape(char *out, const char *text)
     return out;
 }
 
-/* Prints the JSON string that starts at `text`, after its quote. Escapes beyond ASCII do not occur: replies are UTF-8. */
+/* Prints the JSON string that starts at `text`, after its quote. Escapes beyond ASCII do not occur: replies are UTF-8.
+ * */
 static void print_string(const char *text)
 {
     for (; *text != '"' && *text != '\0'; text++) {
@@ -52,7 +54,7 @@ static void print_string(const char *text)
     fflush(stdout);
 }
 
-/* Runs on a thread of the library, one reply after the other. */
+/* The library calls it on a thread of its own, one reply after another. */
 static void on_response(void *context, const char *response)
 {
     struct answer *answer = context;

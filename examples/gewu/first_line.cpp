@@ -1,4 +1,4 @@
-// The first line of an answer in C++, and then no more of it: first_line MODEL PROMPT.
+// Prints the first line of an answer, then aborts the request: first_line MODEL PROMPT.
 //
 //   c++ first_line.cpp -o first_line $(kvloom gewu --cflags --libs)      needs nlohmann/json
 #include <condition_variable>
@@ -10,7 +10,7 @@
 
 using json = nlohmann::json;
 
-// Text so far. Every member is guarded by the lock: replies come on a thread of the library.
+// The text received so far. The lock guards every member, because replies come on a thread of the library.
 struct Answer {
     std::mutex lock;
     std::condition_variable changed;
@@ -28,7 +28,7 @@ static void OnResponse(void *context, const char *response)
     answer->changed.notify_one();
 }
 
-// A session that is destroyed with its scope. No callback runs any more when the destructor returns.
+// A session, destroyed at the end of its scope. After the destructor no callback runs any more.
 class Session {
 public:
     explicit Session(const std::string &model)
@@ -52,7 +52,7 @@ int main(int argc, char **argv)
         std::cerr << "usage: " << argv[0] << " MODEL PROMPT\n";
         return 2;
     }
-    Answer answer;  // outlives the session
+    Answer answer;  // declared before the session, because it must outlive it
     Session session(argv[1]);
     if (session.result.error != OH_QOS_GEWU_OK) {
         std::cerr << "create: " << session.result.error << "\n";

@@ -1,4 +1,5 @@
-/* Each call's answers that need no fault: calls MODEL. The fake engine streams some ten tokens at 200 a second. */
+/* Every call's results without faults of the service: calls MODEL. The fake engine streams about ten tokens at 200/s.
+ * */
 #include <unistd.h>
 
 #include "check.h"
@@ -102,7 +103,8 @@ static void streamed_equals_whole(void)
     CHECK_EQUAL(OH_QoS_GewuDestroySession(session), OH_QOS_GEWU_OK);
 }
 
-/* One session's requests queue in order, up to 64; the next one is refused. Meanwhile the first of them are answered. */
+/* One session's requests queue in order, up to 64; the next one is refused. Meanwhile the first of them are answered.
+ * */
 static void queue(void)
 {
     enum { MAX = 64, ALL = 1000 };

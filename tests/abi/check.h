@@ -1,4 +1,4 @@
-/* What the programs of this folder share: checks, a mailbox that a callback fills, time. */
+/* Shared by the programs of this folder: checks, a mailbox that a callback fills, time. */
 #ifndef CHECK_H
 #define CHECK_H
 

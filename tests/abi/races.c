@@ -1,4 +1,4 @@
-/* Who wins: threads that destroy one session, or abort one request, at the same time: races MODEL ROUNDS. */
+/* Several threads destroy one session, or abort one request, at the same time: races MODEL ROUNDS. */
 #include <unistd.h>
 
 #include "check.h"
@@ -31,7 +31,7 @@ static void *abort_request(void *argument)
     return (void *)(size_t)OH_QoS_GewuAbortRequest(session, request);
 }
 
-/* Exactly one gets OK, all others NOENT. */
+/* Exactly one call returns OK, all others NOENT. */
 static void race(void *(*call)(void *))
 {
     pthread_t threads[RACERS];

@@ -12,7 +12,7 @@ static atomic_uint sessions[SESSIONS];
 static atomic_uint requests[SESSIONS][REQUESTS];
 static atomic_uint num_finals, num_calls;
 
-/* Contexts are freed by nobody: they only count replies, whose number is checked. */
+/* Contexts are not freed: they count replies, and the program checks the numbers. */
 struct context {
     atomic_uint num_finals;
 };

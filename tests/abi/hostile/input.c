@@ -1,4 +1,4 @@
-/* What no careful app passes: input MODEL. Compiled with GEWU_MAX_ID, so that handles begin again after some. */
+/* Invalid arguments: input MODEL. Compiled with a small GEWU_MAX_ID, so that handles soon start again at 1. */
 #include <unistd.h>
 
 #include "../check.h"
@@ -63,7 +63,7 @@ static void odd_paths(void)
     }
 }
 
-/* Handles that nobody was given, of the other kind, and of what has ended. */
+/* Handles that were never returned, handles of the other kind, and handles of ended sessions and requests. */
 static void wrong_handles(void)
 {
     OH_QoS_GewuSession session = session_on(model), ended = session_on(model);
@@ -85,7 +85,7 @@ static void wrong_handles(void)
     CHECK_EQUAL(OH_QoS_GewuDestroySession(session), OH_QOS_GEWU_OK);
 }
 
-/* Handles begin again, and pass over those that live. */
+/* Handles start again at 1, and skip those in use. */
 static void handles_begin_again(void)
 {
     OH_QoS_GewuSession kept = session_on(model), last = kept;

@@ -1,9 +1,10 @@
-// The copies of copies.hpp and sums.hpp, those of lines one function an instruction set, for test_native_copies.py.
+// Exports the copies of copies.hpp and sums.hpp, each instruction set's copies of lines by number, for
+// test_native_copies.py.
 #include "sums.hpp"
 
 extern "C" {
 
-// Whether this processor has what each needs, in the order of `copy`.
+// Whether this processor has the instruction set of each function, numbered as in `copy`.
 int has(int which) {
 #ifdef __x86_64__
     return which == 0 || __builtin_cpu_supports("avx512f");
@@ -19,7 +20,7 @@ void copy(int which, uint8_t* target, uint8_t* kept, const uint8_t* source, size
     ems::finish_copies();
 }
 
-// Likewise, of those that keep nothing.
+// The same for the functions that write no second copy.
 void move(int which, uint8_t* target, const uint8_t* source, size_t size) {
 #ifdef __x86_64__
     (which == 0 ? ems::move_lines_sse2 : ems::move_lines_avx512)(target, source, size, source);

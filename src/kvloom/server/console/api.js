@@ -7,7 +7,7 @@ export const key = {
   set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
 };
 
-/** What went wrong, in one line; `status` 0 means that no answer came. */
+/** A failed request: the reason in one line; `status` 0 = there was no answer. */
 export class Problem extends Error {
   constructor(message, status = 0) {
     super(message.split("\n")[0]);
@@ -15,7 +15,7 @@ export class Problem extends Error {
   }
 }
 
-/** fetch with the key. Throws Problem, or AbortError when `options.signal` says so. */
+/** fetch with the key. Throws Problem, or AbortError if `options.signal` is aborted. */
 export async function request(path, options = {}) {
   const headers = { ...options.headers };
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
@@ -43,7 +43,7 @@ async function complaint(response) {
   }
 }
 
-/** The JSON of each event up to [DONE]. Throws Problem for an event that is an error, or when the stream breaks off. */
+/** Yields the JSON of each event up to [DONE]. Throws Problem for an error event, or if the stream ends before [DONE]. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -6,7 +6,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const [WIDTH, HEIGHT, TOP] = [300, 72, 13]; // the line of the highest value is at TOP
 const FIRST_SPAN_S = 60;
 
-/** 1, 2 or 5 times a power of ten, at least `value`. */
+/** The smallest of 1, 2 or 5 times a power of ten that is at least `value`, or 0.1 % less. */
 export function ceiling(value) {
   if (value <= 0) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
@@ -14,7 +14,10 @@ export function ceiling(value) {
 }
 
 export class Chart {
-  /** `maxSpanS`: seconds that it shows at most; it begins with a minute. `show(index, at)` is called when the pointer is at sample `index`, or null. */
+  /**
+   * maxSpanS: the longest time span shown, in seconds; it starts at a minute. show(index, at) is called with the index of the
+   * sample under the pointer, or null.
+   */
   constructor(numSeries, maxSpanS, format, show) {
     this.maxSpanS = maxSpanS;
     this.format = format;
@@ -43,7 +46,7 @@ export class Chart {
     return this.svg.appendChild(path);
   }
 
-  /** times: seconds, ascending; series: a list of values a line, null where there is none. */
+  /** times: seconds, ascending; series: one list of values per line, null = no value. */
   draw(times, series) {
     this.times = times;
     this.endS = times.at(-1) ?? 0;
@@ -80,7 +83,7 @@ export class Chart {
   }
 }
 
-/** Indexes of values that are there, cut where one is missing. */
+/** The runs of consecutive indexes whose values are not null. */
 function contiguous(values) {
   const runs = [];
   values.forEach((value, i) => {

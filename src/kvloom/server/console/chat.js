@@ -103,7 +103,7 @@ export class Chat {
     return { article: make("article", { class: "turn" }, name, body, meta), body, meta, growing, thought: null };
   }
 
-  /** Where a turn's reasoning grows: above the answer, folded away by whoever has seen enough of it. */
+  /** The element for a turn's reasoning: above the answer, and collapsible. */
   thinking(turn) {
     if (turn.thought) return turn.thought;
     const body = make("div", { class: "answer", tabIndex: 0, role: "group", "aria-label": "Reasoning" });
@@ -114,7 +114,7 @@ export class Chat {
     return turn.thought;
   }
 
-  /** Runs one answer into `turn`; whatever ends it, the turn says so. */
+  /** Streams one answer into `turn`, and shows there how it ended. */
   async stream(turn) {
     const began = performance.now();
     const found = { first: 0, last: 0, usage: null, count: 0, reason: "" };
@@ -184,7 +184,7 @@ export class Chat {
     return body;
   }
 
-  /** Keep the end in sight, unless the reader has scrolled up. */
+  /** Scrolls to the end, unless the user has scrolled up. */
   follow(isAlways = false) {
     const { log } = this;
     if (isAlways || log.scrollHeight - log.scrollTop - log.clientHeight < 120) {

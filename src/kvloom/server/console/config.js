@@ -1,4 +1,4 @@
-// The configuration as the server runs it.
+// The view of the server's effective configuration.
 
 import { byId, make, number } from "./dom.js";
 

@@ -1,8 +1,8 @@
-// Small helpers. Text goes into the page by textContent only.
+// Helpers for the DOM. Text is inserted by textContent only, never as HTML.
 
 export const byId = (id) => document.getElementById(id);
 
-/** An element with properties set and children appended; `class` and names with a dash become attributes. */
+/** Creates an element, sets its properties and appends children; `class` and names with a dash are set as attributes. */
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -13,14 +13,14 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
-/** 1234.5 -> "1,235"; small numbers keep one digit behind the point. */
+/** 1234.5 -> "1,235"; small numbers keep one decimal. */
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const digits = Math.abs(value) < 100 && !Number.isInteger(value) ? 1 : 0;
   return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
-/** Seconds as people say them: "840 ms", "12.4 s", "3 min 05 s". */
+/** Formats seconds: "840 ms", "12.4 s", "3 min 05 s". */
 export function duration(seconds) {
   if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
   if (seconds < 60) return `${seconds.toFixed(1)} s`;

@@ -1,4 +1,4 @@
-// Live figures: what the feed says, kept for some minutes and drawn.
+// Live figures: keeps the feed's samples of the last minutes and draws them.
 
 import { Chart } from "./chart.js";
 import { byId, make, number } from "./dom.js";
@@ -10,7 +10,7 @@ const MEAN_S = 15; // a mean time or share likewise
 const total = (name) => (model) => model[name];
 const milliseconds = (value) => (value === null ? null : value * 1000);
 
-/** Each chart: its lines as functions of a History and an index; `of` says what the newest value is out of. */
+/** The charts: their lines as functions of a History and an index; `of` gives the maximum of the newest value. */
 const CHARTS = [
   { id: "output", title: "Output", unit: "tokens/s", lines: [{ name: "generated", at: (h, i) => h.rate(i, total("output_tokens")) }] },
   {
@@ -66,7 +66,7 @@ function percent(share) {
   return share === null ? null : Math.min(100, share * 100);
 }
 
-/** Feeds of the last SPAN_S seconds, and what follows from pairs of them. `model` "" = all. */
+/** The feed's samples of the last SPAN_S seconds, and rates computed from pairs of them. `model` "" = all models. */
 export class History {
   constructor() {
     this.samples = []; // {t, feed}
@@ -94,7 +94,7 @@ export class History {
     return j;
   }
 
-  /** What a total gained, per second; null when it cannot be told. */
+  /** The increase of a total per second; null if unknown. */
   rate(i, value) {
     const j = this.before(i, RATE_S);
     if (j < 0) return null;
@@ -102,7 +102,7 @@ export class History {
     return gained < 0 ? null : gained / (this.samples[i].t - this.samples[j].t);
   }
 
-  /** What one total gained a unit of another; null when the other stood still. */
+  /** The increase of one total per unit of another; null if the other did not increase. */
   mean(i, value, count) {
     const j = this.before(i, MEAN_S);
     if (j < 0) return null;
@@ -167,7 +167,7 @@ class Tile {
     this.tell();
   }
 
-  /** The value under the pointer, or the newest. */
+  /** Shows the value under the pointer, or the newest one. */
   tell() {
     const index = this.pointed?.index ?? this.values[0].length - 1;
     this.value.textContent = number(this.values[0][index]);

@@ -1,4 +1,4 @@
-// The page: which view is shown, the key, and the poll that feeds the figures.
+// The page: selects the view, asks for the key, and polls the server for live figures.
 
 import { json, key } from "./api.js";
 import { Chat } from "./chat.js";
@@ -72,7 +72,7 @@ function notice(id, text) {
   byId(id).hidden = !text;
 }
 
-/** Names of the models, by what they make. Throws Problem. */
+/** Loads the list of models and shows each in the view for its kind of output. Throws Problem. */
 async function loadModels() {
   const { data } = await json("v1/models");
   const painters = data.filter(({ task }) => task === "text-to-image");
@@ -84,7 +84,7 @@ async function loadModels() {
   if (!location.hash) location.hash = "#pictures";
 }
 
-/** Everything that needs the server's leave. */
+/** Starts everything that needs a valid key. */
 async function begin() {
   byId("key-form").hidden = true;
   notice("chat-notice", "");

@@ -1,4 +1,4 @@
-// Pictures: a prompt becomes some, which are shown as they emerge.
+// Pictures: generates pictures from a prompt and shows previews while they are made.
 
 import { Problem, events, request } from "./api.js";
 import { byId, duration, make } from "./dom.js";
@@ -54,7 +54,7 @@ export class Pictures {
     return { figure, image, caption };
   }
 
-  /** `seconds` it took; null of a picture that is not done. */
+  /** seconds: how long it took; null = the picture is not finished. */
   show({ figure, image, caption }, event, seconds) {
     image.src = `data:image/${event.output_format};base64,${event.b64_json}`;
     if (seconds === null) return;

@@ -1,4 +1,4 @@
-// The table of what runs, with a button that ends a request. Rows stay in place, so that focus does.
+// The table of running requests, with a button that ends one. Rows are updated in place, so that keyboard focus is kept.
 
 import { request } from "./api.js";
 import { byId, duration, make, number } from "./dom.js";

@@ -1,10 +1,10 @@
-// An answer as it grows: a little Markdown (paragraphs, headings, fenced code, `code`, **bold**), every token a span.
+// Shows an answer while it grows: simple Markdown (paragraphs, headings, fenced code, `code`, **bold**), a span per token.
 
 import { make } from "./dom.js";
 
 const INLINE = /`([^`\n]+)`|\*\*([^*\n]+)\*\*/g;
 
-/** Blocks of `text`: {kind: "p" | "h" | "code", start, spans: [{start, end, kind}]}; marks belong to no span. */
+/** The blocks of `text`: {kind: "p" | "h" | "code", start, spans: [{start, end, kind}]}; Markdown marks are in no span. */
 export function parse(text) {
   const blocks = [];
   let open = null; // the block that the next line may belong to
@@ -45,7 +45,7 @@ function inline(text, start, end) {
   return spans.filter((span) => span.end > span.start);
 }
 
-/** Draws text into `element`; only its last block is drawn again when more comes. */
+/** Draws text into `element`. When text is added, only the last block is drawn again. */
 export class Growing {
   constructor(element) {
     this.element = element;
@@ -56,7 +56,7 @@ export class Growing {
     this.frame = 0;
   }
 
-  /** More text, with the log-probabilities that it came with. */
+  /** Appends text with its log-probabilities. */
   add(text, entries = []) {
     this.pending.push(...entries);
     if (!text) return;

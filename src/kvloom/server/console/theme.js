@@ -1,4 +1,4 @@
-// Light or dark: the system's choice, or the one kept in this browser. Runs before the page is drawn.
+// Light or dark theme: the system's setting, or the one saved in this browser. Runs before the page is drawn.
 {
   const NAME = "kvloom.theme";
   const root = document.documentElement;

@@ -1,4 +1,4 @@
-// What else the model could have said: a small panel beside a token, by pointer or arrow keys.
+// A panel beside a token with the model's alternatives to it, opened by pointer or arrow keys.
 
 import { make, number } from "./dom.js";
 
@@ -15,7 +15,7 @@ export class Tip {
     addEventListener("scroll", () => this.hide(), { capture: true, passive: true });
   }
 
-  /** Follow the pointer and the arrow keys over an answer; `tokens` gives its tokens. */
+  /** Follows the pointer and the arrow keys over an answer; tokens: returns its tokens. */
   watch(answer, tokens) {
     const at = (target) => target.closest?.("[data-token]");
     answer.addEventListener("pointerover", (event) => {

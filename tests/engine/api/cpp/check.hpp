@@ -1,4 +1,4 @@
-/* What the programs of this folder share: checks, and an inbox that a callback fills. */
+/* Shared by the programs of this folder: checks, and an inbox that a callback fills. */
 #ifndef CHECK_HPP
 #define CHECK_HPP
 
@@ -25,7 +25,7 @@ using namespace llm::engine;
         } \
     } while (0)
 
-/* The code, and words of the message. */
+/* Checks a Status: its code, and that its message contains `words`. */
 #define CHECK_STATUS(call, code, words) \
     do { \
         const Status status_ = (call); \
@@ -127,6 +127,7 @@ inline std::shared_ptr<InferenceRequest> MakeRequest(
     return request;
 }
 
-static const std::vector<int64_t> NEVER_EOS = {64, 9, 37};  /* the mock model answers with 1370 tokens: found by trying many */
+static const std::vector<int64_t> NEVER_EOS = {64, 9, 37};  /* the mock model answers with 1370 tokens: found by trying
+                                                               many */
 
 #endif

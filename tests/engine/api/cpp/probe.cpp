@@ -1,6 +1,6 @@
 /*
- * One engine whose host does as its test says: prints what comes of it, a line each.
- * probe [kill|freeze PIDFILE [CONFIG]]: begins two requests, kills or freezes the host, and asks it once more.
+ * One engine whose host behaves as its test prescribes. Prints the result of each call, one per line.
+ * probe [kill|freeze PIDFILE [CONFIG]]: starts two requests, kills or freezes the host, and calls it again.
  */
 #include <csignal>
 #include <fstream>

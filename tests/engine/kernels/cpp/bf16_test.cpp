@@ -1,4 +1,5 @@
-// bf16 linears: the documented order of additions, bit for bit, for every number of rows: with the tile unit as without, and in pairs.
+// bf16 linears: results have exactly the bits of the documented order of additions, for every number of rows, with and
+// without the tile unit, and with vdpbf16ps.
 #include "check.hpp"
 #include "linear/tiles.hpp"
 #include "model/model.hpp"
@@ -6,7 +7,7 @@
 
 using namespace kvl;
 
-// Sums of some rows, and room behind them in which nothing may be written.
+// The sums of some rows, followed by memory that must stay unwritten.
 struct Bf16Sums {
     explicit Bf16Sums(int rows) : rows(rows), values(size_t((rows + kLanes) * kPanel), kUnwritten) {}
     void check(const float* want) const {
@@ -18,7 +19,7 @@ struct Bf16Sums {
     std::vector<float> values;
 };
 
-// `rows` of `x` as a step computes them.
+// Multiplies the first `rows` rows of `x` as a step does.
 static Bf16Sums multiplied(const Linear& linear, const Activations& x, int rows, int unit) {
     Bf16Sums out(rows);
     const Way way(KVL_BF16, rows, unit);
@@ -37,7 +38,8 @@ static void test_pairs(const Linear& linear, const Activations& x, int most) {
     for (int rows : {1, 2, 3, 11, 12, 13, 25, most}) multiplied(linear, x, rows, KVL_PAIRS).check(want.data());
 }
 
-// size: of weights and activations. Where it is tiny a product is less than a float holds, and becomes zero everywhere or nowhere.
+// size: magnitude of weights and activations. If it is tiny, products are subnormal, and all kernels must flush them
+// alike.
 static void test_bf16(const Linear& linear, float size) {
     constexpr int kMost = 70;
     std::vector<int8_t> data(static_cast<size_t>(kMost * linear.padded_cols * 2));

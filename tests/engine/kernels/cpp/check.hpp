@@ -1,4 +1,4 @@
-// What the kernels' test programs share: reproducible noise, and comparisons that are counted.
+// Shared by the kernels' tests: reproducible noise, and comparisons that count and print differences.
 #pragma once
 
 #include <cmath>

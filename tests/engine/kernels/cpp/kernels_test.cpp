@@ -1,5 +1,5 @@
-// Every vector kernel of this build against its scalar reference, at every number of rows and every remainder.
-// Prints what differs.
+// Compares every kernel of this build with its scalar reference, for every number of rows and every remainder, and
+// prints differences.
 #include <numeric>
 
 #include "activations/gates.hpp"
@@ -41,7 +41,7 @@ struct OnePanel {
     }
     ~OnePanel() { kvl_free(model); }
     const Linear& linear() const { return model->linears[0]; }
-    // The weights behind the panel, as the scalar reference and as an embedding reads them.
+    // Compares the packed weights with `want`, read by the scalar reference and as an embedding.
     void check(const std::vector<float>& want, double tolerance) const {
         std::vector<float> row(static_cast<size_t>(cols));
         for (int c = 0; c < kPanel; c++) {
@@ -58,7 +58,7 @@ struct OnePanel {
     const int64_t cols;
 };
 
-// Floats of this size, quantised here.
+// A panel packed from floats of this magnitude.
 static void test_quantised(int format, int64_t cols, float size = 1) {
     const OnePanel panel(cols, format);
     const std::vector<float> weights = noise(kPanel * cols, size);
@@ -69,7 +69,7 @@ static void test_quantised(int format, int64_t cols, float size = 1) {
     test_in_tiles(panel.linear());
 }
 
-// Numbers of a file, kept as they are: all of a form's numbers, scales of both signs, with and without minimums.
+// A panel packed from a file's numbers: every number of the format, scales of both signs, with and without minimums.
 static void test_kept(int format, int64_t cols, int64_t run, bool has_minimums) {
     const OnePanel panel(cols, format);
     const int64_t runs = (cols + run - 1) / run;
@@ -94,7 +94,7 @@ static void test_kept(int format, int64_t cols, int64_t run, bool has_minimums) 
     test_in_tiles(panel.linear());
 }
 
-// The largest numbers in the widest channels that the form takes: sums of integers do not overflow.
+// The largest numbers in the widest channels that the format allows: integer sums do not overflow.
 static void test_largest_sums() {
     const int64_t cols = kMostChannelCols;
     const OnePanel panel(cols, KVL_INT8_CHANNEL);
@@ -113,7 +113,7 @@ static void test_largest_sums() {
     for (int c = 0; c < kPanel; c++) near(out[c] / (128.0f * 3.0f * float(cols)), 1, 1e-6, "largest sums", cols, c);
 }
 
-// Panels of three forms in one linear: each lies where the ones before it end, whichever thread's it is.
+// Panels of three formats in one linear: each begins where the previous one ends, whichever thread's arena it is in.
 static void test_stretches(int threads) {
     kvl_shape shape{};
     shape.num_threads = threads;
@@ -138,7 +138,8 @@ static void test_stretches(int threads) {
     kvl_free(model);
 }
 
-// Keys and values through the cache's form, each number of query rows, lengths around every limit.
+// Attention over keys and values stored in a form of the cache, for every number of query rows and lengths around every
+// limit.
 template <class Cache, class Tiles>
 static void test_attention(int dim, int length, int window) {
     const int blocks = (length + kBlockTokens - 1) / kBlockTokens, format = Cache::kFormat;
@@ -195,7 +196,7 @@ static void test_every_attention(int dim, int length, int window) {
     test_attention<Int8Cache, Int8Tiles>(dim, length, window);
 }
 
-// Heads of zeros, of the smallest and of enormous numbers are cached without anything but a number coming out.
+// Heads of zeros, of the smallest and of very large numbers: cached values are finite.
 static void test_extreme_heads() {
     const int dim = 32;
     for (float size : {0.0f, 1e-38f, 1e-9f, 1e30f}) {
@@ -211,7 +212,8 @@ static void test_extreme_heads() {
     }
 }
 
-// In a step's threads tiny floats are 0, and fp16s are what they are; the caller has its own again afterwards.
+// In a step's threads subnormal floats are 0, but subnormal fp16 numbers keep their values; afterwards the caller's own
+// setting holds again.
 static void test_tiny_numbers() {
     volatile float tiny = 1e-40f, one = 1;
     Pool pool(3);
@@ -227,7 +229,7 @@ static void test_tiny_numbers() {
     near(tiny * one > 0, 1, 0, "tiny floats of the caller", 0, 0);
 }
 
-// Logits of exactly their size, every remainder of a block, each rule alone and together.
+// Drawing: logits in memory of exactly their size, every remainder of a block, each rule alone and all together.
 static void test_draw() {
     for (int count = 1; count < 140; count++) {
         std::vector<float> logits = noise(count, 3);

@@ -1,11 +1,11 @@
-// Adapters against their scalar reference, in every form and at every remainder of their ranks.
+// Compares adapters with their scalar reference, in every format and for every remainder of their ranks.
 #include "check.hpp"
 #include "model/model.hpp"
 #include "scalar.hpp"
 
 using namespace kvl;
 
-// Some rows as a linear of a format reads them.
+// Some rows of activations for a linear of a format.
 struct Inputs {
     Inputs(int format, int64_t cols, int64_t padded, int64_t rows)
         : data(static_cast<size_t>(rows * padded * 2)), scale(static_cast<size_t>(rows * num_scales(KVL_INT4, padded))),
@@ -22,7 +22,7 @@ struct Inputs {
     const LoraInput of;
 };
 
-// B h of a channel of a row, h being what `shrink` gave.
+// B h of a channel of a row, with h from `shrink`.
 static float expanded(const LoraLinear& linear, const std::vector<uint8_t>& h, int64_t c) {
     alignas(64) float lanes[kPanel];
     F32 lo = splat(3), hi = splat(3);
@@ -32,7 +32,7 @@ static float expanded(const LoraLinear& linear, const std::vector<uint8_t>& h, i
     return lanes[c % kPanel];
 }
 
-// Tokens that go through an adapter together get the bits that each gets alone, whatever their order.
+// Tokens that are computed together get the same bits as each one alone, whatever their order.
 static void test_adapter_tiles(const LoraLinear& linear, const Inputs& inputs) {
     for (int count = 1; count <= kLoraTokens; count++) {
         std::vector<std::vector<uint8_t>> together, alone;
@@ -50,7 +50,8 @@ static void test_adapter_tiles(const LoraLinear& linear, const Inputs& inputs) {
     }
 }
 
-// Three modules of one linear through the C interface, at every remainder of the ranks; the last channels have no module.
+// Three modules of one linear through the C interface, at every remainder of the ranks; the last channels have no
+// module.
 static void test_adapters(int format, int64_t cols, int64_t rank, int64_t count) {
     kvl_shape shape{};
     shape.num_threads = 1;

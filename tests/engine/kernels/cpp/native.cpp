@@ -1,5 +1,6 @@
-// The tests' program: all kernels and their tests as one unit, so that what several of them use is compiled once. Run by
-// test_cpu_native.py, compiled with a sanitizer; its argument says which tests; exits 1 if anything differs.
+// The tests' program: all kernels and their tests as one unit, so that shared headers are compiled once.
+// test_cpu_native.py compiles it with sanitizers and runs it; its argument names the tests; it exits with 1 if there
+// are differences.
 #include <string>
 
 #include "attention/heads.cpp"

@@ -1,4 +1,4 @@
-// Functions of numbers and of rows of them against their scalar references, at every remainder.
+// Compares functions of numbers and of rows with their scalar references, for every remainder.
 #include <numeric>
 
 #include "activations/gates.hpp"

@@ -1,4 +1,4 @@
-// A decoder in plain loops over doubles: what whole steps are compared with.
+// A decoder in plain loops over doubles, with which whole steps are compared.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ struct Options {
 constexpr int kPerToken = 2;
 constexpr double kLimit = 1.2, kAlpha = 1.7;
 
-// Most of what the oracle computes: optimised where the rest of the program is not.
+// Most of the time of this reference: compiled with optimisation even where the rest of the program is not.
 template <class Number>
 __attribute__((optimize("O2"))) double dot(const Number* a, const double* b, size_t count) {
     double sum = 0;
@@ -58,7 +58,7 @@ struct Layer {
 struct ExpertsOf {
     explicit ExpertsOf(int count)
         : router(count, kHidden), router_bias(noise(count)), mlps(static_cast<size_t>(count)), shared(noise(kHidden)) {
-        for (float& value : router.values) value *= 4;  // so that rounding moves no choice
+        for (float& value : router.values) value *= 4;  // so that rounding does not change the chosen experts
         for (int e = 0; e < count; e++) up_bias.push_back(noise(2 * kMlp)), down_bias.push_back(noise(kHidden));
     }
     struct Mlp {

@@ -1,7 +1,6 @@
-// Whole steps through the C interface, against a plain forward pass of the same weights in doubles: ragged batches on
-// both sides of every limit of the step, both forms of the cache, one and several threads, logits and candidates.
-//
-// Every buffer has exactly the size that abi.h asks for, so that the sanitizers see what reads or writes beyond it.
+// Compares whole steps through the C interface with a plain forward pass of the same weights in doubles: ragged batches
+// on both sides of every limit of the step, both forms of the cache, one and several threads, logits and candidates.
+// Every buffer has exactly the size that abi.h requires, so that sanitizers find accesses beyond it.
 #include <algorithm>
 #include <memory>
 #include <numeric>
@@ -12,7 +11,7 @@ struct FreeModel {
     void operator()(kvl_model* model) const { kvl_free(model); }
 };
 
-// The same weights behind the C interface, and a cache.
+// A model with the same weights behind the C interface, and its cache.
 class Native {
   public:
     explicit Native(const Plain& plain)
@@ -84,12 +83,12 @@ class Native {
                 near(values[at], (*expected[r])[size_t(top_ids[at])], tolerance(), "candidate's token", int64_t(r), i);
             }
         }
-        const double limit = plain.options.experts ? 0.05 : 0.02;  // of two experts as good the other may be taken
+        const double limit = plain.options.experts ? 0.05 : 0.02;  // of two nearly equal experts another may be chosen
         near(std::sqrt(difference / size), 0, limit, "share of the logits that differs", int64_t(rows.size()), 0);
     }
 
   private:
-    // Of any one logit; their deviation is about 1, 8-bit mantissas lose 0.02.
+    // For a single logit. Their deviation is about 1; 8-bit mantissas lose about 0.02.
     double tolerance() const { return plain.options.experts ? 1.5 : 0.25; }
 
     int32_t vector(const std::vector<float>& values) {
@@ -202,8 +201,8 @@ static std::vector<int32_t> random_ids(int count) {
     return ids;
 }
 
-// Three prompts prefilled together, then decoded together; one in chunks whose sizes are on both sides of the limits at
-// which a step quantises once for all threads and hands panels out.
+// Three prompts prefilled together, then decoded together; one of them in chunks of sizes on both sides of the limits
+// from which threads share quantised rows and take panels one by one.
 static void test_steps(const Options& options) {
     const Plain plain(options);
     Native native(plain);

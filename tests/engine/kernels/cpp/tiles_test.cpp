@@ -1,4 +1,4 @@
-// The tile unit, where this processor has one: every number of rows, against the same rows one by one by dot products.
+// The tile unit, if this processor has one: every number of rows, compared with the same rows one by one on vectors.
 #include <algorithm>
 
 #include "attention/attention_tiles.hpp"
@@ -8,7 +8,7 @@
 
 using namespace kvl;
 
-// The same bits of each row, and nothing written behind the block that the last one is in.
+// Every row has the same bits, and no memory after the last row's block is written.
 static void test_in_tiles(const Linear& linear) {
     constexpr int kMost = 77;
     const int format = linear.format(0);
@@ -32,7 +32,8 @@ static void test_in_tiles(const Linear& linear) {
         }
 }
 
-// Query rows of a few tokens, three heads each, together in tiles: the bits of each row alone by dot products.
+// Query rows of a few tokens with three heads each: in tiles together they have the same bits as each one alone on
+// vectors.
 template <class Cache, class Tiles>
 static void test_attention_in_tiles(const PagedHead& head, int64_t length, int64_t window) {
     if (!can_attend_in_tiles(Cache::kFormat)) return;

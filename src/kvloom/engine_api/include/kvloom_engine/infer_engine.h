@@ -1,8 +1,8 @@
 /*
  * The Engine API: token ids or text in, a callback for every token (spec 3.3.1). Link with -lkvloom_engine.
  *
- * The model runs in a process of its own, which Init starts and Finalize ends. Calls throw nothing but
- * std::bad_alloc.
+ * The model runs in a process of its own, which Init starts and Finalize ends. Calls report failures as a Status; the
+ * only exception that they throw is std::bad_alloc.
  */
 #ifndef KVLOOM_INFER_ENGINE_H
 #define KVLOOM_INFER_ENGINE_H
@@ -20,13 +20,14 @@ namespace llm {
 namespace engine {
 
 /*
- * Init ... Finalize. Calls may come from any thread, also from a callback. The callbacks of an engine run one after
- * another on a thread of its own; one that throws is told on stderr, its request is stopped, and Finalize reports it.
+ * An engine, usable from Init until Finalize. All functions may be called from any thread, also from a callback, unless
+ * they say otherwise. An engine has one thread that runs its callbacks, one after another. If a callback throws, a line
+ * goes to stderr, its request is stopped, and Finalize reports it.
  *
- * A request that Forward has accepted ends exactly once: one response has a flag other than CONTINUE, and it is the last.
- * When the process of the model dies, the requests end with EXEC_ERROR, and calls answer ERROR until Finalize and Init.
+ * A request that Forward has accepted ends exactly once: only its last response has a flag other than CONTINUE. If the
+ * model's process dies, its requests end with EXEC_ERROR, and calls return ERROR until Finalize and another Init.
  *
- * In the child of a fork no engine is initialised; it may call Init for one of its own.
+ * In the child of a fork no engine is initialised; the child may call Init.
  */
 class InferenceEngine {
 public:
@@ -34,31 +35,34 @@ public:
     InferenceEngine(const InferenceEngine &) = delete;
     InferenceEngine &operator = (const InferenceEngine &) = delete;
 
-    /* Finalizes what is initialised. In a callback of its own requests it does not wait for them; they still end. */
+    /* Finalizes the engine if it is initialised. In a callback of this engine it does not wait; its requests still end.
+       */
     ~InferenceEngine();
 
     /*
-     * Loads the model of a config.json ("": conf/config.json), which takes as long as it takes. `callback` gets the
-     * responses of requests that bring none of their own. INVALID_ARG says what is wrong with the file.
+     * Loads the model of a config.json ("" = conf/config.json); there is no time limit. `callback` gets the responses
+     * of requests without a callback of their own. INVALID_ARG: the message says what is wrong with the file.
      */
     Status Init(const SendResponseCallback &callback = nullptr, const std::string &configPath = "");
 
-    /* What could start at once, beside what has been handed over already: KV blocks, requests, prompt tokens. */
+    /* KV blocks, requests and prompt tokens that could start now, besides the requests already forwarded. */
     Status GetRequestBlockQuotas(uint64_t *remainBlocks, uint64_t *remainPrefillSlots, uint64_t *remainPrefill);
 
     /*
-     * Starts a request. With `validRequest` token ids and lengths are checked here, else a bad one ends with
-     * ILLEGAL_INPUT. INVALID_ARG also for an id that is in use. Unless it is OK no callback comes.
+     * Starts a request. With `validRequest` invalid token ids and lengths return INVALID_ARG; without, such a request
+     * is accepted and ends with ILLEGAL_INPUT. INVALID_ARG also for an id that is in use. The callback is called only
+     * after OK.
      */
     Status Forward(std::shared_ptr<InferenceRequest> &request, bool validRequest = false);
 
-    /* Requests that have not had their last response; 0 while nothing is initialised. */
+    /* The number of requests that have not had their last response; 0 while the engine is not initialised. */
     Status GetProcessingRequest(uint64_t *num);
 
-    /* STOP: the request's last response has the flag CANCEL. NOT_FOUND for one that does not run. */
+    /* STOP ends a request; its last response has the flag CANCEL. NOT_FOUND if it is not running. */
     Status ControlRequest(const RequestId &requestId, Operation operation);
 
-    /* Ends what runs (EXEC_ERROR); returns after the last callback. Not from a callback. */
+    /* Ends running requests (EXEC_ERROR) and the model's process; returns after the last callback. Not from a callback.
+       */
     Status Finalize();
 
     Status GetMaxBatchSize(uint64_t *batchSize);

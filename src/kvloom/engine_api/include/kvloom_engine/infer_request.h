@@ -1,4 +1,4 @@
-/* A prompt, as token ids or as text, and how to answer it (spec 3.3.1.2.2 and 3.3.1.2.3). */
+/* A request: a prompt, as token ids or as text, and its parameters (spec 3.3.1.2.2 and 3.3.1.2.3). */
 #ifndef KVLOOM_INFER_REQUEST_H
 #define KVLOOM_INFER_REQUEST_H
 
@@ -15,35 +15,38 @@
 namespace llm {
 namespace engine {
 
-struct InputInner;             /* the tensor as the library holds it */
-struct InferenceRequestInner;  /* likewise, the request */
+struct InputInner;             /* the library's representation of a tensor */
+struct InferenceRequestInner;  /* the library's representation of a request */
 
-/* A named, typed, shaped buffer. */
+/* A tensor: a buffer with a name, a type and a shape. */
 class Input {
 public:
-    /* `shape` has `dim_count` sizes of at least 1. Throws std::invalid_argument, which names what is wrong. */
+    /* shape: `dim_count` sizes of at least 1. Throws std::invalid_argument with a message that names the invalid
+       argument. */
     Input(const std::string &name, const LLM_ENGINE_DataType datatype, const int64_t *shape, const uint64_t dim_count);
     Input() = delete;
     Input(const Input &) = delete;
     Input &operator = (const Input &) = delete;
     ~Input();
 
-    /* Makes a buffer of `size` bytes, all zero: what the shape needs; for TYPE_STRING any number. Frees the one before. */
+    /* Allocates a zeroed buffer of `size` bytes: what the shape needs, or any number for TYPE_STRING. Frees an earlier
+       one. */
     Status Allocate(size_t size);
 
     const std::string &Name() const;
     LLM_ENGINE_DataType DType() const;
     const std::vector<int64_t> &Shape() const;
     const uint64_t &DimCount() const;
-    void *Buffer();             /* NULL before Allocate; lives as long as this */
-    uint64_t ByteSize() const;  /* of the buffer */
+    void *Buffer();             /* NULL before Allocate; valid as long as this object, or until Allocate is called again
+                                   */
+    uint64_t ByteSize() const;  /* bytes of the buffer */
     std::shared_ptr<InputInner> GetInputInner() const;
 
 private:
     std::shared_ptr<InputInner> inner_;
 };
 
-/* Forward takes a copy: afterwards it may be changed, used again or dropped. One thread at a time. */
+/* A request. Forward copies it: afterwards it may be changed, used again or destroyed. Not thread-safe. */
 class InferenceRequest {
 public:
     InferenceRequest(const RequestId &reqId);
@@ -53,8 +56,8 @@ public:
     ~InferenceRequest();
 
     /*
-     * A new input, to be allocated and filled; its name is INPUT_IDS where none is given. The request owns it, until
-     * RemoveOriginalInput. INVALID_ARG when there is one of that name, or says what is wrong.
+     * Adds an input, which the caller allocates and fills; its name is INPUT_IDS if none is given. The request owns it
+     * until RemoveOriginalInput. INVALID_ARG if an input of that name exists or an argument is invalid.
      */
     Status AddOriginalInput(
         const LLM_ENGINE_DataType datatype, const int64_t *shape, const uint64_t dim_count, Input **input);
@@ -62,16 +65,16 @@ public:
         const uint64_t dim_count, Input **input);
     Status RemoveOriginalInput(const std::string &name);
 
-    uint32_t MaxOutputLen() const;                 /* tokens; 0: only the engine's limits count */
-    bool SetMaxOutputLen(uint32_t max_output_len); /* false, and nothing changes, for 0 */
+    uint32_t MaxOutputLen() const;                 /* tokens; 0 = not set, only the engine's limits apply */
+    bool SetMaxOutputLen(uint32_t max_output_len); /* 0 is refused: returns false and changes nothing */
 
     RequestId &GetRequestId();
 
-    SamplingParams GetSamplingParams() const;      /* what was set, else greedy */
+    SamplingParams GetSamplingParams() const;      /* those that were set, else greedy ones */
     void SetSamplingParams(SamplingParams samplingParams);
     bool HasSampling();
 
-    void SetSendResponseCallback(const SendResponseCallback &callback);  /* in place of the engine's */
+    void SetSendResponseCallback(const SendResponseCallback &callback);  /* replaces the engine's for this request */
 
     void SetInputText(const std::string &text);    /* UTF-8 */
     std::string &GetInputText();

@@ -1,4 +1,4 @@
-/* What one step brought to one request (spec 3.3.1.2.5 and 3.3.1.2.6). */
+/* A response: the output of one step for one request (spec 3.3.1.2.5 and 3.3.1.2.6). */
 #ifndef KVLOOM_INFER_RESPONSE_H
 #define KVLOOM_INFER_RESPONSE_H
 
@@ -16,10 +16,10 @@ namespace engine {
 
 struct InferenceResponseInner;
 
-/* Made by the engine alone. */
+/* Only the engine creates responses. */
 class InferenceResponse {
 public:
-    /* Lives as long as its response. */
+    /* An output tensor; valid as long as its response. */
     class Output {
     public:
         virtual ~Output() = default;
@@ -40,7 +40,8 @@ public:
     bool IsEOS() const;         /* whether this is the request's last response, however it ended */
     uint32_t GetFlags() const;  /* an InferResponseEndFlag */
 
-    /* OUTPUT_IDS: int64, the tokens of this step; IBIS_EOS_ATTR: int64, the flag and how many tokens. Else NOT_FOUND. */
+    /* OUTPUT_IDS: int64, the step's tokens. IBIS_EOS_ATTR: int64, the flag and the number of tokens. Others: NOT_FOUND.
+       */
     Status ImmutableOutput(const std::string &name, Output **output);
 
     RequestId GetRequestId() const;

@@ -1,4 +1,4 @@
-/* What a call answers: a code, and what there is to say about it (spec 3.3.1.2.7 and 3.3.1.2.8). */
+/* The result of a call: a code and a message (spec 3.3.1.2.7 and 3.3.1.2.8). */
 #ifndef KVLOOM_INFER_STATUS_H
 #define KVLOOM_INFER_STATUS_H
 
@@ -23,7 +23,7 @@ public:
     const std::string &Message() const;
     bool IsOk() const;
 
-    /* The code in words, then the message: "Error: no such model". */
+    /* The code's name, then the message: "Error: no such model". */
     std::string ToString() const;
     static const char *CodeToString(const Code code);
 
@@ -37,7 +37,7 @@ public:
     explicit Status(Error::Code code = Error::Code::OK) noexcept;
     explicit Status(Error::Code code, const std::string &msg);
     explicit Status(const Error &error);
-    explicit Status(Error *error);  /* takes it over and deletes it; NULL is OK */
+    explicit Status(Error *error);  /* takes ownership of it and deletes it; NULL = OK */
 
     bool IsOk() const;
     Error::Code StatusCode() const;

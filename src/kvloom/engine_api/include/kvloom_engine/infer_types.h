@@ -12,7 +12,7 @@ typedef enum LLMENGINE_memorytype_enum {
     LLMENGINE_MEMORY_GPU
 } LLM_ENGINE_MemoryType;
 
-/* What a tensor holds. */
+/* The type of a tensor's elements. */
 typedef enum LLM_ENGINE_DataType_enum {
     TYPE_INVALID = 0,
     TYPE_BOOL = 1,
@@ -39,13 +39,13 @@ typedef enum LLM_ENGINE_parametertype_enum {
     LLM_ENGINE_PARAMETER_BYTES
 } LLM_ENGINE_ParameterType;
 
-/* Whether a request goes on, and how it ended; its last response, and no other, has one that is not CONTINUE. */
+/* Whether a request continues, or how it ended. Only its last response has a flag other than CONTINUE. */
 typedef enum InferResponseEndFlagEnum {
     INFER_RESPONSE_CONTINUE = 0,
     INFER_RESPONSE_EOS = 1,
     INFER_RESPONSE_CANCEL = 2,         /* stopped by ControlRequest */
     INFER_RESPONSE_EXEC_ERROR = 3,     /* the engine failed; ErrorMsg says how */
-    INFER_RESPONSE_ILLEGAL_INPUT = 4,  /* the request can never run; likewise */
+    INFER_RESPONSE_ILLEGAL_INPUT = 4,  /* the request can never run; ErrorMsg says why */
     INFER_RESPONSE_REACH_MAX_SEQ_LEN = 5,
     INFER_RESPONSE_REACH_MAX_OUTPUT_LEN = 6
 } InferResponseEndFlag;
@@ -53,12 +53,12 @@ typedef enum InferResponseEndFlagEnum {
 namespace llm {
 namespace engine {
 
-/* What ControlRequest does to a request that runs. */
+/* What ControlRequest does to a running request. */
 enum class Operation {
     STOP = 1
 };
 
-/* How tokens are chosen. doSample false is greedy, whatever the rest says; seed 0 lets the engine draw one. */
+/* How tokens are chosen. doSample false = greedy, whatever the other fields are; seed 0 = the engine draws a seed. */
 struct SamplingParams {
     float temperature = 1.0F;
     uint32_t topK = 0;       /* 0: all tokens */
@@ -72,7 +72,7 @@ struct SamplingParams {
     float presencePenalty = 0.0F;
 };
 
-/* Names a request: a text, of any bytes, or a number. The number 1 and the text "1" are two names. */
+/* The id of a request: a text of any bytes, or a number. The number 1 and the text "1" are different ids. */
 class RequestId {
 public:
     enum class DataType {
@@ -88,8 +88,8 @@ public:
     RequestId &operator = (const RequestId &rhs);
 
     DataType Type() const;
-    const std::string &StringValue() const;  /* "" of a number */
-    uint64_t UnsignedIntValue() const;       /* 0 of a text */
+    const std::string &StringValue() const;  /* "" if it is a number */
+    uint64_t UnsignedIntValue() const;       /* 0 if it is a text */
 
 private:
     DataType type_;
@@ -97,7 +97,7 @@ private:
     std::string label_;
 };
 
-/* A strict order of names, for std::map: numbers by value, then texts by hash, and those of one hash by the text. */
+/* A strict order of ids, for std::map: numbers by value, then texts by hash, and by value if hashes are equal. */
 struct Compare {
     bool operator () (const RequestId &lhs, const RequestId &rhs) const
     {

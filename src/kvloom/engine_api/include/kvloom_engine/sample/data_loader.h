@@ -14,12 +14,12 @@
 namespace SimpleLLMInference {
 
 struct Data {
-    std::string id;  /* number of the row, from 0 */
+    std::string id;  /* the row's number, from 0 */
     std::vector<int64_t> tokens;
-    size_t size;     /* of tokens */
+    size_t size;     /* number of tokens */
 };
 
-/* Reads a row; `number` is for the error. Throws std::runtime_error, which names what is no token id. */
+/* Parses a row; `number` is named in errors. Throws std::runtime_error, which names a value that is no token id. */
 inline std::shared_ptr<Data> ParseRow(const std::string &row, size_t number)
 {
     const auto data = std::make_shared<Data>();
@@ -37,7 +37,7 @@ inline std::shared_ptr<Data> ParseRow(const std::string &row, size_t number)
     return data;
 }
 
-/* The rows that are not empty. Throws std::runtime_error. */
+/* Reads all rows that are not empty. Throws std::runtime_error. */
 inline std::vector<std::shared_ptr<Data>> LoadData(const std::string &path)
 {
     std::ifstream file(path);

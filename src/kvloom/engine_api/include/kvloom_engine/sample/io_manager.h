@@ -1,4 +1,4 @@
-/* What of a data set has not been handed over yet (spec 3.2). */
+/* The rows of a data set that are still to be forwarded, and the requests that were answered (spec 3.2). */
 #ifndef KVLOOM_IO_MANAGER_H
 #define KVLOOM_IO_MANAGER_H
 
@@ -16,7 +16,7 @@
 
 namespace SimpleLLMInference {
 
-/* Calls may come from any thread. */
+/* Thread-safe. */
 class IOManager {
 public:
     IOManager() = default;
@@ -26,7 +26,7 @@ public:
         SetInputData(path);
     }
 
-    /* False, and told on stderr, when it cannot be read; then there is no data. */
+    /* Reads a data set. If that fails, writes the reason to stderr and returns false; then there is no data. */
     bool SetInputData(const std::string &path)
     {
         const std::lock_guard<std::mutex> held(lock_);
@@ -42,7 +42,7 @@ public:
         return true;
     }
 
-    /* Whether all of it has been taken. */
+    /* Whether all rows were taken. */
     bool Empty()
     {
         const std::lock_guard<std::mutex> held(lock_);
@@ -50,8 +50,8 @@ public:
     }
 
     /*
-     * Takes the rows that fit at once into blocks, slots and prompt tokens; but one when any fits at all, which the engine
-     * computes in pieces if it must.
+     * Takes the next rows that fit the free blocks, slots and prompt tokens. If there is a slot, it takes at least one
+     * row; the engine computes a long one in chunks.
      */
     std::vector<std::shared_ptr<Data>> GetInputDataByQuotas(
         uint64_t remainBlocks, uint64_t remainPrefillSlots, uint64_t remainPrefillTokens, uint64_t slotNum)
@@ -72,7 +72,7 @@ public:
         return taken;
     }
 
-    /* Notes that a request has been answered, at least in part. */
+    /* Records that a request was answered, at least in part. */
     void SetOutputData(const std::string &id)
     {
         const std::lock_guard<std::mutex> held(lock_);
@@ -86,7 +86,7 @@ public:
     }
 
 private:
-    static constexpr uint64_t SMALLEST_BLOCK = 16;  /* tokens; the API does not tell the engine's own */
+    static constexpr uint64_t SMALLEST_BLOCK = 16;  /* tokens; the API does not report the engine's block size */
 
     std::mutex lock_;
     std::vector<std::shared_ptr<Data>> rows_;

@@ -15,20 +15,20 @@ namespace SimpleLLMInference {
 
 using TtimeT = std::chrono::steady_clock::time_point;
 
-/* Of one request; costs in microseconds. */
+/* Figures of one request; costs in microseconds. */
 struct Metrics {
     size_t tokensInput = 0;
     size_t tokensOutput = 0;
     TtimeT startingTime;
     TtimeT lastTokenTime;
     TtimeT endingTime;
-    size_t firstTokenCost = 0;       /* 0: there is none yet */
+    size_t firstTokenCost = 0;       /* 0 = there is no token yet */
     size_t lastTokenCost = 0;
-    std::vector<size_t> decodeTime;  /* of each token but the first */
+    std::vector<size_t> decodeTime;  /* costs of the tokens after the first */
     std::vector<int64_t> outputTokenIds;
 };
 
-/* Of all; the first five are set by the program, the others by FormatMetrics. */
+/* Figures of all requests. The program sets the first five, FormatMetrics the others. */
 struct Statistics {
     int64_t requestNumber = 0;
     std::string modelFullName;
@@ -39,12 +39,12 @@ struct Statistics {
     size_t tokensInput = 0;
     size_t tokensOutput = 0;
     double firstTokenMs = 0;   /* mean */
-    double decodeMs = 0;       /* mean of a token */
+    double decodeMs = 0;       /* mean per token */
     double decodeP90Ms = 0;
     double lastTokenMs = 0;    /* mean */
 };
 
-/* Mean in milliseconds; 0 of nothing. */
+/* Mean in milliseconds; 0 if there are no values. */
 inline double MeanMs(const std::vector<size_t> &micros)
 {
     double sum = 0;

@@ -22,14 +22,14 @@
 
 namespace SimpleLLMInference {
 
-/* In microseconds; at least 1, for 0 means that there is none. */
+/* A duration in microseconds, at least 1, because 0 means that there is none. */
 inline size_t GetDuration(const TtimeT &end, const TtimeT &start)
 {
     const auto micros = std::chrono::duration_cast<std::chrono::microseconds>(end - start).count();
     return micros < 1 ? 1 : static_cast<size_t>(micros);
 }
 
-/* A request of the tokens, named as the row. Throws std::runtime_error for a row without tokens. */
+/* Makes a request from a row's tokens, with the row's id. Throws std::runtime_error for a row without tokens. */
 inline std::shared_ptr<InferenceRequest> MakeRequest(const Data &data)
 {
     const auto request = std::make_shared<InferenceRequest>(RequestId(data.id));
@@ -55,7 +55,7 @@ inline std::vector<std::shared_ptr<InferenceRequest>> Data2Request(const std::ve
     return requests;
 }
 
-/* A row of token ids a request, in the order of the data set. */
+/* Writes one row of token ids per request, in the order of the data set. */
 inline void WriteOutputIds(const std::map<std::string, std::vector<int64_t>> &outputs, const std::string &path)
 {
     std::map<unsigned long long, const std::vector<int64_t> *> rows;
