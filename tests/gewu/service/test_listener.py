@@ -56,6 +56,19 @@ def test_what_a_killed_daemon_left_is_taken_over(start_daemon):
     assert daemon.status()["sessions"] == []
 
 
+@pytest.mark.parametrize("kind", ["file", "pipe", "folder"])
+def test_what_is_no_socket_is_left_where_it_is(kind, tmp_path):
+    path = tmp_path / "mine"
+    {"file": path.touch, "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
+    before = path.stat().st_ino
+    environ = {**os.environ, "GEWU_SOCKET": str(path), "GEWU_FAKE_ENGINE": "1"}
+    command = [sys.executable, "-m", "kvloom.gewu", "daemon"]
+    done = subprocess.run(command, env=environ, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False)
+    said = f"gewu: {path}: what is there is no socket; set GEWU_SOCKET to a path of yours\n"
+    assert (done.returncode, done.stderr) == (1, said)
+    assert path.stat().st_ino == before
+
+
 def test_at_its_end_a_daemon_removes_its_own_socket_alone(start_daemon):
     daemon = start_daemon({})
     daemon.socket.unlink()

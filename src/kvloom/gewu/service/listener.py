@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,7 +65,11 @@ def _lock(path: Path) -> int:
 
 
 def _clear(path: Path) -> None:
-    """Remove the socket of a killed daemon. Raises OSError when a process without the lock listens there."""
+    """Remove the socket of a killed daemon. Raises OSError when a process without the lock listens there, or when what
+    is there is no socket.
+    """
+    if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):  # connecting to a file is refused as well
+        raise OSError("what is there is no socket; set GEWU_SOCKET to a path of yours")
     with socket.socket(socket.AF_UNIX) as old:
         try:
             old.connect(str(path))
