@@ -221,7 +221,13 @@ def test_a_model_that_nobody_waits_for_is_not_started_again(tmp_path):
     play(tmp_path, scene)
 
 
-@pytest.mark.parametrize("text", ["-1", "86401", "nan", "long"])
-def test_patience_has_bounds(text: str):
-    with pytest.raises(BadRequest, match="GEWU_CRASH_PATIENCE_S"):
-        read_settings({}, environ={"GEWU_CRASH_PATIENCE_S": text})
+@pytest.mark.parametrize("text", ["-1", "1e10", "nan", "inf", "long"])
+@pytest.mark.parametrize("variable", ["GEWU_CRASH_PATIENCE_S", "GEWU_IDLE_UNLOAD_S", "GEWU_WORKER_SILENCE_S"])
+def test_times_have_bounds(variable: str, text: str):
+    with pytest.raises(BadRequest, match=f"{variable}: must be a number of seconds between"):
+        read_settings({}, environ={variable: text})
+
+
+def test_no_silence_at_all_would_end_every_model_process():
+    with pytest.raises(BadRequest, match=r"GEWU_WORKER_SILENCE_S: .* between 0\.1 and"):
+        read_settings({}, environ={"GEWU_WORKER_SILENCE_S": "0"})

@@ -125,6 +125,9 @@ def parse_bytes(text: str) -> int:
     number = text.strip().upper().removesuffix("IB").removesuffix("B")
     unit = number[-1:] if number[-1:] in _UNITS else ""
     try:
-        return int(float(number.removesuffix(unit)) * _UNITS[unit])
+        size = int(float(number.removesuffix(unit)) * _UNITS[unit])
     except (ValueError, OverflowError):
-        raise ValueError(f"must be bytes, or like 512M or 2G, got {text!r}") from None
+        size = -1
+    if size < 0:
+        raise ValueError(f"must be bytes, or like 512M or 2G, got {text!r}")
+    return size

@@ -1,5 +1,6 @@
 """The daemon's settings: environment variables for tests and devices, options for people."""
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,9 @@ from kvloom.gewu.service.memory import parse_bytes
 
 SYSTEM_SOCKET = Path("/run/gewu/gewu.sock")
 _IDLE_UNLOAD_S = 60.0
+_MAX_IDLE_S = 1e9
 _WORKER_SILENCE_S = 30.0
+_MIN_SILENCE_S = 0.1  # a process that answers at all does so within less
 _CRASH_PATIENCE_S = 120.0
 _PSI_FILE = Path("/proc/pressure/memory")
 
@@ -73,9 +76,9 @@ def read_settings(
     return Settings(
         find_socket(environ),
         _read(environ, "GEWU_MEM_BUDGET", parse_bytes, None),
-        _read(environ, "GEWU_IDLE_UNLOAD_S", float, _IDLE_UNLOAD_S),
-        _read(environ, "GEWU_WORKER_SILENCE_S", float, _WORKER_SILENCE_S),
-        _read(environ, "GEWU_CRASH_PATIENCE_S", _parse_patience, _CRASH_PATIENCE_S),
+        _read(environ, "GEWU_IDLE_UNLOAD_S", _seconds(0, _MAX_IDLE_S), _IDLE_UNLOAD_S),
+        _read(environ, "GEWU_WORKER_SILENCE_S", _seconds(_MIN_SILENCE_S, _MAX_IDLE_S), _WORKER_SILENCE_S),
+        _read(environ, "GEWU_CRASH_PATIENCE_S", _seconds(0, MAX_CRASH_PATIENCE_S), _CRASH_PATIENCE_S),
         _read(environ, "GEWU_PSI_FILE", Path, _PSI_FILE),
         backend,
         _read(environ, "GEWU_FAKE_ENGINE", _parse_fake, None),
@@ -93,11 +96,19 @@ def _read(environ: Mapping[str, str], variable: str, parse: Callable[[str], T], 
         raise BadRequest(variable, str(error)) from None
 
 
-def _parse_patience(text: str) -> float:
-    """Seconds, from 0 on."""
-    if not 0 <= (patience_s := float(text)) <= MAX_CRASH_PATIENCE_S:
-        raise ValueError(f"must be between 0 and {MAX_CRASH_PATIENCE_S}, got {text}")
-    return patience_s
+def _seconds(low: float, high: float) -> Callable[[str], float]:
+    """Reads a number of seconds from `low` to `high`."""
+
+    def parse(text: str) -> float:
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if not low <= seconds <= high:
+            raise ValueError(f"must be a number of seconds between {low:g} and {high:g}, got {text!r:.80}")
+        return seconds
+
+    return parse
 
 
 def _parse_fake(text: str) -> FakeSettings:
