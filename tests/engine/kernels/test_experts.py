@@ -1,5 +1,7 @@
 """Experts on the CPU kernels: every form of a file, bits that depend on nobody else, and only the chosen are read."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -95,6 +97,14 @@ def test_logits_that_are_no_numbers_end_in_some_choice():
     weights = weights_of({})
     weights.values["layers.0.router"].fill_(torch.nan)
     assert len(all_logits(backend_of(weights, "w8a8"), *ragged(parts()))) == sum(LENGTHS)
+
+
+def test_a_size_that_no_layer_has_takes_no_memory():
+    """`intermediate_size` of a configuration whose layers all have experts is of nothing, and may be anything."""
+    weights, args = weights_of({}), ragged(parts())
+    want = all_logits(backend_of(weights), *args).clone()
+    odd = CpuBackend(replace(SPARSE, intermediate=10**9), weights, 128, CpuOptions("stored", num_threads=2))
+    assert torch.equal(all_logits(odd, *args), want)
 
 
 def test_packed_experts_are_kept_like_any_other_weights(tmp_path):

@@ -98,6 +98,7 @@ BAD_CONFIGS: dict[str, Any] = {
     "theta of 400 digits": json.dumps({**BASE, "rope_theta": 10**399}),
     "a billion layers": json.dumps({**BASE, "num_hidden_layers": 10**9}),
     "a head of a billion": json.dumps({**BASE, "head_dim": 10**9}),
+    "a number that kernels do not count": json.dumps({**BASE, "intermediate_size": 1 << 31}),
     "a list as a number": json.dumps({**BASE, "rms_norm_eps": [1]}),
     "a list as scaling": json.dumps({**BASE, "rope_scaling": [1]}),
     "a word as a factor": json.dumps({**BASE, "rope_scaling": {"rope_type": "linear", "factor": "x"}}),

@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from kvloom.contract.config import MAX_COUNT
 from kvloom.contract.errors import ModelError
 
-_MOST = {"num_hidden_layers": 1 << 12, "head_dim": 1 << 12, "num_attention_heads": 1 << 16}  # else _MOST_ANY
-_MOST_ANY = 1 << 31
+_MOST = {"num_hidden_layers": 1 << 12, "head_dim": 1 << 12, "num_attention_heads": 1 << 16}  # else MAX_COUNT
 
 
 def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -16,7 +16,7 @@ def count(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ModelError(f"configuration: {key} must be a positive whole number, got {short(value)}")
-    if value > (most := _MOST.get(key, _MOST_ANY)):
+    if value > (most := _MOST.get(key, MAX_COUNT)):
         raise ModelError(f"configuration: {key} is {short(value)}, more than {most}")
     return value
 

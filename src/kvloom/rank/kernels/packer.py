@@ -23,8 +23,9 @@ from kvloom.rank.kernels.program import GATES, Fill, Native, Program
 
 def widest_mlp(spec: DecoderSpec) -> int:
     """Channels of the widest MLP that a token runs through, shared and routed experts included."""
-    experts = (spec.experts.intermediate, spec.experts.shared) if spec.experts else ()
-    return max(spec.intermediate, *experts) if experts else spec.intermediate
+    routed = [spec.experts.intermediate, spec.experts.shared] if spec.experts else []
+    dense = [] if all(layer.has_experts for layer in spec.layers) else [spec.intermediate]  # nothing has that size
+    return max(routed + dense)
 
 
 class Packer:
