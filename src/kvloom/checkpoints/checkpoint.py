@@ -14,7 +14,7 @@ from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.files import MAX_CONFIG_BYTES, find_weights, read_object
 from kvloom.checkpoints.fingerprint import Stamp, stamp
 from kvloom.checkpoints.quantized.scheme import scheme_of
-from kvloom.checkpoints.source import WeightSource
+from kvloom.checkpoints.source import CheckedWeights, WeightSource, naming
 from kvloom.contract.errors import ModelError
 
 
@@ -35,11 +35,12 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """Checks everything except the values. Raises ModelError: unknown architecture; missing, misshapen, cut tensors."""
     path = find_weights(Path(path))
     try:
-        before = stamp(str(path))
-        if path.is_dir():
-            return replace(_open_folder(path), stamp=before)
-        if path.is_file():
-            return replace(_open_gguf(path), stamp=before)
+        with naming(path):
+            before = stamp(str(path))
+            if path.is_dir():
+                return replace(_open_folder(path), stamp=before)
+            if path.is_file():
+                return replace(_open_gguf(path), stamp=before)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         raise ModelError(f"{path}: holds what no model holds: {error}") from error
     except OSError as error:
@@ -69,7 +70,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     return Checkpoint(
         folder,
         spec,
-        adapted(source, layout, spec),
+        CheckedWeights(adapted(source, layout, spec), folder),
         folder_file.stop_ids(folder, config),
         bos_id if isinstance(bos_id, int) else None,
         embedding,
@@ -90,7 +91,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     return Checkpoint(
         path,
         spec,
-        adapted(source, layout, spec),
+        CheckedWeights(adapted(source, layout, spec), path),
         frozenset(int(i) for i in ids if i is not None),
         metadata.get("tokenizer.ggml.bos_token_id"),
         Embedding(

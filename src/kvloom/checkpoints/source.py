@@ -1,9 +1,11 @@
 """WeightSource: a checkpoint as named tensors, read one at a time."""
 
+import contextlib
 import importlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -122,3 +124,59 @@ class WeightSource(Protocol):
     def tensor(self, name: str) -> Tensor:
         """The tensor. Raises ModelError that names tensor and file when it is missing, misshapen or cut short."""
         ...
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A ModelError that does not name the file or folder does so behind this."""
+    try:
+        yield
+    except ModelError as error:
+        if str(path) in str(error):
+            raise
+        raise ModelError(f"{path}: {error}") from error
+
+
+class CheckedWeights:
+    """A WeightSource over another one, whose tensors are CheckedTensors."""
+
+    def __init__(self, weights: WeightSource, path: Path) -> None:
+        self._weights, self._path = weights, path
+
+    def names(self) -> list[str]:
+        return self._weights.names()
+
+    def form(self, name: str) -> str:
+        return self._weights.form(name)
+
+    def tensor(self, name: str) -> Tensor:
+        with naming(self._path):
+            return CheckedTensor(self._weights.tensor(name), self._path)
+
+
+class CheckedTensor:
+    """A tensor of the file `path`. Reading it raises ModelError for a value that is no finite number: one NaN among the
+    weights makes every answer NaN, or, where it is rounded to 8 bits, anything.
+    """
+
+    def __init__(self, tensor: Tensor, path: Path) -> None:
+        self.unchecked, self._path = tensor, path
+        self.name, self.shape, self.form = tensor.name, tensor.shape, tensor.form
+
+    def number_pieces(self) -> Iterator[tuple[int, Numbers]]:
+        with naming(self._path):
+            yield from self.unchecked.number_pieces()
+
+    def float32(self) -> Floats:
+        with naming(self._path):
+            return self._finite(self.unchecked.float32())
+
+    def float32_pieces(self) -> Iterator[tuple[int, Floats]]:
+        with naming(self._path):
+            for at, values in self.unchecked.float32_pieces():
+                yield at, self._finite(values)
+
+    def _finite(self, values: Floats) -> Floats:
+        if not np.isfinite(values).all():
+            raise ModelError(f"tensor {self.name}: a weight is no finite number")
+        return values

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import math
 import os
+import re
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,7 @@ from kvloom.checkpoints.fingerprint import fingerprint
 from kvloom.checkpoints.metadata import read_header, read_shape
 from kvloom.contract.errors import ModelError
 from kvloom.engine.text.tokenizer import load_tokenizer
+from kvloom.rank.kernels.cpu import CpuBackend
 from tests.engine.weights.test_gguf import write
 from tests.support.models.checkpoints import save, tiny_model
 
@@ -113,10 +116,22 @@ BAD_CONFIGS: dict[str, Any] = {
 def test_a_configuration_that_cannot_be_is_refused(config, tmp_path):
     (tmp_path / "config.json").write_bytes(config.encode("utf-8", "surrogatepass"))
     (tmp_path / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(ModelError):
+    with pytest.raises(ModelError, match=re.escape(str(tmp_path))):
         open_checkpoint(tmp_path)
-    with pytest.raises(ModelError):
+    with pytest.raises(ModelError, match=re.escape(str(tmp_path))):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["embed_tokens", "norm", "layers.1.self_attn.k_proj", "layers.0.mlp.down_proj"])
+@pytest.mark.parametrize("is_gguf", [False, True], ids=["folder", "gguf"])
+def test_a_weight_that_is_no_number_is_named_with_its_file(is_gguf, name, bad, tmp_path):
+    model = tiny_model("llama", head_dim=32)
+    model.get_parameter(f"model.{name}.weight").data.view(-1)[-1] = bad
+    path = write(tmp_path / "m.gguf", model, "llama") if is_gguf else save(model, tmp_path / "model")
+    checkpoint = open_checkpoint(path)
+    with pytest.raises(ModelError, match=rf"{re.escape(str(path))}: tensor [\w.]+: a weight is no finite number"):
+        CpuBackend(checkpoint.spec, checkpoint.weights, 4)
 
 
 KINDS = ("pipe", "device", "folder", "loop", "other rights")
