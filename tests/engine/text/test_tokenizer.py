@@ -1,6 +1,7 @@
 """Tokenizers against transformers, exact bytes of tokens, and chat templates in a sandbox."""
 
 import json
+import pickle
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -189,6 +190,29 @@ def test_an_end_that_is_no_token_id_is_refused_by_its_name(tmp_path, file, named
     (folder / file).write_text(json.dumps({"eos_token_id": named}))
     with pytest.raises(ModelError, match="eos_token_id must be a token id, or a list of them, got"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("id", [(1 << 22) + 1, (1 << 32) - 1])
+def test_a_token_far_behind_the_others_is_refused(tmp_path, id):
+    folder = byte_level_folder(tmp_path)
+    move_token(folder / "tokenizer.json", "a", id)
+    with pytest.raises(ModelError, match=rf"tokenizer\.json: token id {id} is more than 4194304"):
+        load_tokenizer(folder)
+
+
+def test_tokens_behind_a_gap_are_tokens(tmp_path):
+    folder = byte_level_folder(tmp_path)
+    move_token(folder / "tokenizer.json", "a", 999)
+    tokenizer = pickle.loads(pickle.dumps(load_tokenizer(folder)))
+    assert tokenizer.encode("a", add_special_tokens=False) == [999]
+    assert tokenizer.vocab_size == 1000
+    assert (tokenizer.decode([999]), tokenizer.token_bytes(999), tokenizer.token_bytes(500)) == ("a", b"a", b"")
+
+
+def move_token(path: Path, token: str, id: int) -> None:
+    document = json.loads(path.read_text())
+    document["model"]["vocab"][token] = id
+    path.write_text(json.dumps(document))
 
 
 def test_a_model_without_a_template_says_so(tmp_path):

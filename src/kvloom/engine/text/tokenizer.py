@@ -19,6 +19,7 @@ from kvloom.engine.text.encoding import Encoder, byte_alphabet
 from kvloom.engine.text.gguf_tokenizer import build_fast_tokenizer
 
 _KEPT_BYTES = 8192  # tokens whose bytes are cached: most of what a model writes
+_MAX_ID = 1 << 22  # the largest vocabularies have a million tokens; the library makes a list of all ids between two
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
@@ -35,8 +36,14 @@ class Tokenizer:
     """One model's tokenizer. `is_byte_level`: tokens are spelt in GPT-2's byte alphabet, else with U+2581 spaces."""
 
     def __init__(
-        self, fast: FastTokenizer, special: SpecialTokens, is_byte_level: bool, templates: ChatTemplates
+        self,
+        fast: FastTokenizer,
+        special: SpecialTokens,
+        is_byte_level: bool,
+        templates: ChatTemplates,
+        vocab_size: int | None = None,
     ) -> None:
+        """vocab_size: above the largest id; None = the number of tokens, where no id is left out."""
         self._fast, self._encoder = fast, Encoder(fast, is_byte_level)
         self._special = special
         self._added = {i: token.content for i, token in fast.get_added_tokens_decoder().items()}
@@ -44,11 +51,11 @@ class Tokenizer:
         self._templates = templates
         self._bytes_of = functools.lru_cache(_KEPT_BYTES)(self._spelt)
         self.eos_ids, self.bos_id = special.eos_ids, special.bos_id
-        self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = vocab_size or fast.get_vocab_size(with_added_tokens=True)
         self.special_texts = frozenset(self._added[i] for i in special.all_ids if i in self._added)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tokenizer, (self._fast, self._special, self._is_byte_level, self._templates)
+        return Tokenizer, (self._fast, self._special, self._is_byte_level, self._templates, self.vocab_size)
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Lone surrogates become U+FFFD. With `max_tokens`, encoding may stop early: then more than `max_tokens` ids
@@ -158,14 +165,17 @@ def _load_folder(folder: Path) -> Tokenizer:
     eos = (_json(folder / "config.json") | _json(folder / "generation_config.json")).get("eos_token_id")
     ids = _ids(folder, "eos_token_id", eos) | {fast.token_to_id(_content(config.get("eos_token")))}
     bos = _content(config.get("bos_token"))
-    decoder = json.loads(fast.to_str()).get("decoder") or {}
+    largest = max(fast.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest > _MAX_ID:
+        raise ModelError(f"{folder / 'tokenizer.json'}: token id {largest} is more than {_MAX_ID}")
     return Tokenizer(
         fast,
         SpecialTokens(_special_ids(fast), frozenset(id for id in ids if id is not None), fast.token_to_id(bos)),
-        is_byte_level="ByteLevel" in json.dumps(decoder),
+        is_byte_level="ByteLevel" in repr(fast.decoder),
         templates=ChatTemplates(
             _folder_templates(folder, config), {"bos_token": bos, "eos_token": _content(config.get("eos_token"))}
         ),
+        vocab_size=largest + 1,
     )
 
 
