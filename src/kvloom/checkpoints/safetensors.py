@@ -124,7 +124,7 @@ class SafetensorsSource:
         check_shape(key, entry.shape, shape, str(path))
         if entry.kind not in kinds:
             known = "known are F32, F16 and BF16" if kinds == FLOATS else f"known is {kinds[0]}"
-            raise ModelError(f"{path}: tensor {key} is {entry.kind}; {known}")
+            raise ModelError(f"{path}: tensor {key} is {entry.kind:.80}; {known}")
 
     def floats(self, key: str, shape: tuple[int, ...]) -> Floats:
         """A tensor that is not in the spec, by its name in the files, as float32. Raises ModelError."""
@@ -147,7 +147,7 @@ class SafetensorsSource:
             if entry.shape not in want.shapes:
                 check_shape(key, entry.shape, want.shapes[0], str(path))
             if entry.kind not in want.kinds:
-                raise ModelError(f"{path}: tensor {key} is {entry.kind}; known are {', '.join(want.kinds)}")
+                raise ModelError(f"{path}: tensor {key} is {entry.kind:.80}; known are {', '.join(want.kinds)}")
             parts[end] = Part(entry.kind, entry.shape, file.part(entry.start, entry.end))
         return PackedMatrix(name, shape, scheme, parts)
 

@@ -65,9 +65,9 @@ def _entry(name: str, value: Any, base: int) -> Entry:
     fields = value if isinstance(value, dict) else {}
     kind, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(kind, str):
-        raise Damaged(f"has type {kind}", name)
+        raise Damaged(f"has type {kind!s:.80}", name)
     if shape is None or not _are_sizes(shape):
-        raise Damaged(f"has shape {shape}", name)
+        raise Damaged(f"has shape {shape!s:.80}", name)
     if offsets is None or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise Damaged("has no data_offsets", name)
     if kind in ITEM_BYTES and offsets[1] - offsets[0] != math.prod(shape) * ITEM_BYTES[kind]:

@@ -122,6 +122,22 @@ def test_a_configuration_that_cannot_be_is_refused(config, tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_what_is_wrong_is_quoted_in_part(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**BASE, "architectures": ["x" * 100_000]}))
+    with pytest.raises(ModelError) as error:
+        open_checkpoint(tmp_path)
+    folder = save(tiny_model("llama"), tmp_path / "model", max_shard_size="1GB")
+    data = (folder / "model.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    for wrong in ("X" * 100_000, ["X" * 100_000]):
+        header["model.norm.weight"]["dtype"] = wrong
+        text = json.dumps(header).encode()
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[-1_000_000:])
+        with pytest.raises(ModelError) as other:
+            open_checkpoint(folder)
+        assert max(len(str(error.value)), len(str(other.value))) < 2000
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["embed_tokens", "norm", "layers.1.self_attn.k_proj", "layers.0.mlp.down_proj"])
 @pytest.mark.parametrize("is_gguf", [False, True], ids=["folder", "gguf"])

@@ -80,6 +80,6 @@ def family_of(architecture: str, file: str) -> Family:
     ends = ("ForCausalLM", "Model") if base != architecture else ("",)
     known = next((FAMILIES[base + end] for end in ends if base + end in FAMILIES), None)
     if known is None:
-        problem = f"{file}: architecture {architecture!r} is not known; known are {', '.join(FAMILIES)}"
+        problem = f"{file}: architecture {architecture!r:.80} is not known; known are {', '.join(FAMILIES)}"
         raise ModelError(f"{problem}; vLLM has more, where it is installed: --backend vllm")
     return known
