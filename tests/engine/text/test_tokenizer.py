@@ -251,6 +251,11 @@ def test_what_is_nested_too_deeply_for_a_template_is_refused(template):
         ChatTemplates({"default": template}, {}).apply([{"content": deep}], None, add_generation_prompt=True)
 
 
+def test_a_token_without_end_is_refused_before_it_is_cut():
+    with pytest.raises(ModelError, match="test: a token has 1000000 characters, more than 4096"):
+        sentence_piece(tokens=[*SPM_TOKENS, "a" * 1_000_000])
+
+
 def test_a_sentence_piece_tokenizer_merges_by_score_begins_with_bos_and_falls_back_to_bytes():
     tokenizer = sentence_piece()
     assert [tokenizer.token_text(i) for i in tokenizer.encode("ab")] == ["<s>", "▁ab"]

@@ -26,6 +26,7 @@ SPLITS = {  # tokenizer.ggml.pre -> how text is split before the byte-level merg
     "qwen2": WORDS + r"\p{N}" + REST,
 }
 GPT2_LIKE = ("gpt-2", "default", "olmo", "smollm", "refact")
+_MAX_PIECE = 4096  # characters of a token, which is cut at each of them; those of known vocabularies have below 100
 _SINGLE_DIGITS = ("smollm", "refact")
 
 
@@ -37,7 +38,7 @@ def build_fast_tokenizer(meta: Mapping[str, Any], file: str) -> FastTokenizer:
     if kind == "gpt2":
         fast, with_bos = _byte_level(meta, tokens, file), False
     elif kind == "llama":
-        fast, with_bos = _sentence_piece(meta, tokens), True
+        fast, with_bos = _sentence_piece(meta, tokens, file), True
     else:
         raise ModelError(f"{file}: tokenizer {kind!r} is not known; known are gpt2 and llama")
     types = meta.get("tokenizer.ggml.token_type") or []
@@ -72,11 +73,14 @@ def _byte_level(meta: Mapping[str, Any], tokens: list[str], file: str) -> FastTo
     return fast
 
 
-def _sentence_piece(meta: Mapping[str, Any], tokens: list[str]) -> FastTokenizer:
+def _sentence_piece(meta: Mapping[str, Any], tokens: list[str], file: str) -> FastTokenizer:
     """Merges follow from the scores: of all ways to join two tokens into a third, the best-scored comes first."""
     vocab = {text: i for i, text in enumerate(tokens)}
     scores = meta.get("tokenizer.ggml.scores") or [-float(i) for i in range(len(tokens))]
     pairs = []
+    longest = max(map(len, vocab), default=0)
+    if longest > _MAX_PIECE:
+        raise ModelError(f"{file}: a token has {longest} characters, more than {_MAX_PIECE}")
     for text, i in vocab.items():
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
