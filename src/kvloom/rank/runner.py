@@ -111,7 +111,7 @@ class ModelRunner:
             reach=facts.reach,
         )
         self._backend = backend
-        self._eos_ids = [id for id in facts.eos_ids if id < facts.vocab_size]
+        self._eos_ids = [id for id in facts.eos_ids if 0 <= id < facts.vocab_size]  # files write -1 for none
         self._states: dict[int, _State] = {}
         self._guides = guides
         self._embedding = facts.embedding

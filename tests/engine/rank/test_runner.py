@@ -13,8 +13,8 @@ from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 from kvloom.rank.sampler import History, num_candidates
 from kvloom.rank.steady import Steady
-from tests.support.engine.engines import in_process, run_all
-from tests.support.models.checkpoints import save, tiny_model
+from tests.support.checkpoints import VOCAB_SIZE, save, tiny_model
+from tests.support.engines import in_process, run_all
 
 KV_BYTES = 1 << 20
 
@@ -154,6 +154,21 @@ def test_a_batch_that_is_kept_gives_what_one_made_anew_gives(model, monkeypatch,
     kept.clear()
     assert together == answers()
     assert not kept
+
+
+def test_an_end_of_minus_one_is_none_and_not_the_last_token(model):
+    """Files write -1 where there is no end; before `min_tokens` an end is never drawn."""
+    config = EngineConfig(model=model, backend="cpu", kv_cache_bytes=KV_BYTES)
+    hot = Request("hot", (1, 2, 3), SamplingParams(min_tokens=200, temperature=2.0, seed=7, max_tokens=200))
+
+    def tokens(eos_ids: list[int]) -> list[int]:
+        runner = open_runner(config, eos_ids, lambda done, total: None)
+        deltas = run_all(Engine(config, in_process(runner, config), ByteTokenizer()), hot)["hot"]
+        return [id for delta in deltas for id in delta.token_ids]
+
+    assert VOCAB_SIZE - 1 in tokens([])
+    assert VOCAB_SIZE - 1 not in tokens([VOCAB_SIZE - 1])
+    assert tokens([-1]) == tokens([])
 
 
 def test_a_batch_that_is_kept_is_that_of_its_own_sequences_alone(model):
