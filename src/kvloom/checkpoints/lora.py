@@ -39,6 +39,8 @@ _REFUSED = (
     "layer_replication",
     "trainable_token_indices",
 )
+_CHOICE, _REPEATED_GROUP = re.compile(r"[(*+{]"), re.compile(r"\)[*+{]")
+_MAX_PATTERNS, _MAX_CHOICES, _MAX_CHOICES_EACH = 1 << 13, 64, 3
 _MOVES_BASE = ("pissa", "olora", "corda")  # initialisations that change the base weights too
 
 
@@ -221,23 +223,34 @@ def _number(value: Any, key: str) -> float:
     return float(value)
 
 
-def _pattern(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Regular expressions of module names -> values."""
+def _pattern(config: Mapping[str, Any], key: str) -> dict[re.Pattern[str], Any]:
+    """Regular expressions of the ends of module names -> values. Matching holds up a model's process, so what could
+    take long is refused: a repeated group, and many choices (groups, repetitions), whose ways multiply.
+    """
     value = config.get(key) or {}
     if not isinstance(value, dict):
-        raise _bad(f"{key} must be an object, got {value!r}")
-    try:
-        for pattern in value:
-            re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise _bad(f"{key} has {pattern[:80]!r}, which is no regular expression: {error}") from None
-    return value
+        raise _bad(f"{key} must be an object, got {value!r:.80}")
+    if len(value) > _MAX_PATTERNS:
+        raise _bad(f"{key} has {len(value)} patterns, more than {_MAX_PATTERNS}")
+    found, num_choices = {}, 0
+    for pattern, own in value.items():
+        try:
+            found[re.compile(rf"(.*\.)?({pattern})")] = own
+        except (re.error, OverflowError, RecursionError) as error:
+            raise _bad(f"{key} has {pattern[:80]!r}, which is no regular expression: {error}") from None
+        num_choices += (choices := len(_CHOICE.findall(pattern)))
+        if choices > _MAX_CHOICES_EACH or _REPEATED_GROUP.search(pattern):
+            each = f"a repeated group, or more than {_MAX_CHOICES_EACH} groups and repetitions"
+            raise _bad(f"{key} has {pattern[:80]!r}, with {each}, which could take for ever")
+    if num_choices > _MAX_CHOICES:
+        raise _bad(f"{key} has {num_choices} groups and repetitions, more than {_MAX_CHOICES}")
+    return found
 
 
-def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+def _matching(patterns: Mapping[re.Pattern[str], Any], module: str, default: Any) -> Any:
     """The value of the first pattern that fits the end of the module's name."""
     for pattern, value in patterns.items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+        if pattern.fullmatch(module):
             return value
     return default
 
