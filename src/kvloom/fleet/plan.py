@@ -16,6 +16,7 @@ from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.messages import RankInfo
 from kvloom.fleet.args import FleetArgs, check_args
 from kvloom.rank.kernels.build import best_isa, cpu_flags, file_name, sums_of
+from kvloom.server.config.given import check_given
 from kvloom.server.config.settings import ServerConfig, Settings
 from kvloom.server.run.launch import read_settings, resolve_model
 
@@ -68,6 +69,8 @@ def make_plan(args: FleetArgs, above: str = "args", is_behind_proxy: bool = True
     proxy.
     """
     check_args(args, above)
+    for name, path in zip(args.__struct_fields__, args.__struct_encode_fields__, strict=True):
+        check_given(f"{above}.{path}", name, getattr(args, name))  # fields have the settings' names
     settings = read_settings(Path(args.config) if args.config else None, os.environ)
     settings.override_model(model=args.model or None, name=args.name, backend=args.backend)
     settings.override_model(weight_format=args.weight_format)

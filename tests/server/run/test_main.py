@@ -258,7 +258,26 @@ def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["serve", "--backend", "fake", "--port", "99999"], "port: must be between 0 and 65535"),
         (["serve", "--backend", "fake", "--grace", "-1"], "grace: must be between 0 and 86400 s, got -1.0"),
         (["serve", "--backend", "fake", "--grace", "nan"], "grace: must be between 0 and 86400 s, got nan"),
-        (["serve", "--backend", "fake", "--max-batch", "0"], "max_batch: must be at least 1"),
+        (["serve", "--backend", "fake", "--max-batch", "0"], "--max-batch: must be between 1 and 5000, got 0"),
+        (["serve", "--backend", "fake", "--max-batch", "5001"], "--max-batch: must be between 1 and 5000, got 5001"),
+        (["serve", "--backend", "fake", "--speculate", "65"], "--speculate: must be between 0 and 64, got 65"),
+        (["serve", "--backend", "fake", "--max-gap-ms", "-0.5"], "--max-gap-ms: must be -1 or 0 ms and more, got -0.5"),
+        (["serve", "--backend", "fake", "--max-gap-ms", "nan"], "--max-gap-ms: must be a finite number, got nan"),
+        (
+            ["serve", "--backend", "fake", "--kv-dtype", "x" * 9999],
+            f'must be one of "auto", "bf16", "int8", got "{"x" * 99}...',
+        ),
+        *(
+            (
+                ["serve", "--backend", "fake", "--served-model-name", name],
+                "--served-model-name: must be 1 to 256 letters, digits, '-'",
+            )
+            for name in ("", "x" * 257, "a\nb", "a b", "/a")
+        ),
+        (
+            ["serve", "--backend", "fake", "--image-model", "a b=/tmp"],
+            "--image-model: must be 1 to 256 letters, digits, '-'",
+        ),
         (["serve", "--config", "/nowhere.json"], "/nowhere.json: cannot be read: No such file or directory"),
         (["pull", "gpt-9"], "no model is named 'gpt-9'; known are smollm2, gemma3-270m, or the path of a model"),
         (["pull", "https://example.org/a.gguf"], "is a URL, and nothing here verifies what it gives"),

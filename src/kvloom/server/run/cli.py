@@ -11,6 +11,7 @@ import typer
 
 from kvloom.checkpoints.demo_models import MODELS
 from kvloom.server.config.backends import named_backend
+from kvloom.server.config.given import check_given
 from kvloom.server.config.plugin_options import SETTINGS
 from kvloom.server.config.settings import Settings, lora_module
 from kvloom.server.run.launch import DEMO_MODEL, fetch, launch, read_settings
@@ -99,6 +100,8 @@ _MODEL = {
 
 def _override(settings: Settings, flags: Mapping[str, Any]) -> None:
     """Raises BadRequest."""
+    for name, setting in {**_SERVER, **_MODEL}.items():
+        check_given(f"--{name.replace('_', '-')}", setting, flags[name])
     settings.override(**{setting: flags[name] for name, setting in _SERVER.items()})
     settings.override_model(**{setting: flags[name] for name, setting in _MODEL.items()})
     if flags["backend"] is not None:
