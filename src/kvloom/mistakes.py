@@ -8,6 +8,11 @@ from kvloom.contract.errors import UserError
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # raised by a write, without the file's name
 
 
+def reason_of(error: Exception) -> str:
+    """Why a file could not be used, without the number and the path that str() of an OSError has."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def problem_of(error: Exception) -> str | None:
     """One sentence about an error that the user can correct; None = the error is a bug of ours."""
     if isinstance(error, UserError):

@@ -41,7 +41,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("pull", LONG), f"{LONG}: File name too long"),
         (("serve", LONG, "--port", "0"), f"{LONG}/model_index.json: File name too long"),
         (("simulate", "trace.jsonl", "--backend", "fake", "--times", "file/times"), "file/times: Not a directory"),
-        (("serve", "--backend", "mock", "--log-level", "loud"), "Verbose, Info, Warning, Error or None, got 'loud'"),
+        (
+            ("serve", "--backend", "mock", "--log-level", "loud"),
+            '"Verbose", "Info", "Warning", "Error", "None", got "loud"',
+        ),
     ],
     ids=["cert", "pull", "serve", "simulate", "log level"],
 )
@@ -147,12 +150,44 @@ def test_what_is_no_finite_number_is_refused_before_anything_begins(folder, opti
     assert option[-1] in ended.stderr
 
 
-@pytest.mark.parametrize("option", ["--max-seq-len", "--max-batch", "--speculate"])
-def test_a_number_that_no_message_holds_is_refused_by_name(folder, option):
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve", "--backend", "fake", "--api-key-file", "none"),
+        ("dataset", "none.jsonl"),
+        ("tune", "--data", "none"),
+        ("simulate", "none"),
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_is_not_there_is_told_without_numbers(folder, arguments):
+    ended = run_cli(*arguments)
+    assert ended.returncode == 1
+    assert ended.stderr.count(arguments[-1]) == 1
+    assert ended.stderr.endswith(" cannot be read: No such file or directory\n")
+
+
+def test_a_folder_is_no_file_of_step_times(folder):
+    ended = run_cli("simulate", "trace.jsonl", "--backend", "fake", "--times", ".")
+    assert ended.stderr == "kvloom: .: cannot be read as step times: Is a directory\n"
+
+
+def test_an_array_is_told_how_it_becomes_a_trace(folder):
+    Path("array.json").write_text('\n[{"arrival_s": 0, "prompt_tokens": 4, "output_tokens": 2}]')
+    ended = run_cli("simulate", "array.json")
+    assert ended.returncode == 1
+    assert ended.stderr == ("kvloom: array.json, line 2: is an array: a trace is one object a line (jq -c '.[]')\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "most"), [("--max-seq-len", 2**31 - 1), ("--max-batch", 5000), ("--speculate", 64)], ids=str
+)
+def test_a_number_that_no_message_holds_is_refused_by_name(folder, option, most):
     ended = run_cli("serve", "--backend", "fake", "--port", "0", option, f"{10**23}")
     assert ended.returncode == 1
     assert len(ended.stderr.splitlines()) == 1
-    assert "must be at most 2147483647, got 1" in ended.stderr
+    assert ended.stderr.startswith(f"kvloom: {option}: must be between ")
+    assert f" and {most}, got 1000" in ended.stderr
 
 
 @pytest.mark.parametrize("option", ["--num-blocks", "--num-host-blocks", "--replicas", "--prefill", "--max-replicas"])

@@ -8,6 +8,7 @@ import numpy as np
 from kvloom.checkpoints.files import open_file
 from kvloom.checkpoints.quantized.numbers import Bytes
 from kvloom.contract.errors import ModelError
+from kvloom.mistakes import reason_of
 
 
 class MappedFile:
@@ -19,7 +20,7 @@ class MappedFile:
             try:
                 self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except (OSError, ValueError) as error:
-                raise ModelError(f"{path}: cannot be read: {error}") from None
+                raise ModelError(f"{path}: cannot be read: {reason_of(error)}") from None
         self._bytes = np.frombuffer(self._pages, np.uint8)
         self.num_bytes = len(self._bytes)
 

@@ -8,6 +8,7 @@ from kvloom.gewu.modelfiles import open_files
 from kvloom.gewu.prober.probe import probe
 from kvloom.gewu.service.settings import find_service
 from kvloom.gewu.status import ask_status
+from kvloom.mistakes import reason_of
 
 
 def why_refused(code: Code, model: str, environ: Mapping[str, str] = os.environ) -> str:
@@ -23,7 +24,7 @@ def _silence(environ: Mapping[str, str]) -> str | None:
     try:
         ask_status(find_service(environ))
     except OSError as error:
-        return error.strerror or str(error)
+        return reason_of(error)
     return None
 
 
@@ -31,7 +32,7 @@ def _wrong_with(model: str) -> str | None:
     try:
         fd = os.open(model, os.O_RDONLY | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
-        return f"{model}: {getattr(error, 'strerror', None) or error}"
+        return f"{model}: {reason_of(error)}"
     try:
         files = open_files(fd)
     except Refused as refused:

@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from kvloom.mistakes import reason_of
 from kvloom.net.keystore import KeyStore, KeyStoreError, is_encrypted
 from kvloom.net.tlsconfig import TlsConfig, TlsError
 
@@ -51,7 +52,7 @@ def load_context(config: TlsConfig, protocol: int) -> ssl.SSLContext:
                 context.load_verify_locations(path)
             context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
     except (ssl.SSLError, OSError) as error:
-        raise TlsError(f"the TLS files cannot be loaded: {error}") from error
+        raise TlsError(f"the TLS files cannot be loaded: {reason_of(error)}") from error
     return context
 
 
@@ -156,7 +157,7 @@ def _password(config: TlsConfig) -> bytes | None:
     try:
         return KeyStore(config.keystore_master, config.keystore_standby).decrypt(text).rstrip(b"\r\n")
     except (KeyStoreError, OSError) as error:
-        raise TlsError(f"tlsPkPwd: {config.key_password} cannot be decrypted: {error}") from error
+        raise TlsError(f"tlsPkPwd: {config.key_password} cannot be decrypted: {reason_of(error)}") from error
 
 
 def _check_pair(config: TlsConfig, password: bytes | None, now: datetime) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.numbers import whole
+from kvloom.mistakes import reason_of
 from kvloom.reading import open_file
 
 FIRST_TOKEN = 1  # the first token of every row in the documented format
@@ -30,7 +31,7 @@ def read_rows(path: Path, vocab_size: int | None = None) -> list[list[int]]:
                 if line.strip():
                     rows.append(_row(line, f"{path}, line {number}", vocab_size))
     except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(str(path), f"cannot be read: {error}") from None
+        raise BadRequest(str(path), f"cannot be read: {reason_of(error)}") from None
     if not rows:
         raise BadRequest(str(path), "holds no row of token ids")
     return rows
@@ -98,7 +99,7 @@ def _records(path: Path) -> Iterator[Any]:
                 if line.strip():
                     yield _json_record(line, path, number)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise BadRequest(str(path), f"cannot be read: {error}") from None
+        raise BadRequest(str(path), f"cannot be read: {reason_of(error)}") from None
 
 
 def _json_record(line: str, path: Path, number: int) -> Any:
@@ -121,7 +122,7 @@ def _parquet(path: Path) -> Iterator[Any]:
             for batch in parquet.ParquetFile(file).iter_batches(1024):
                 yield from batch.to_pylist()
     except (OSError, ValueError, RuntimeError) as error:  # base classes of pyarrow's errors
-        raise BadRequest(str(path), f"is damaged, or no parquet file: {error}") from None
+        raise BadRequest(str(path), f"is damaged, or no parquet file: {reason_of(error)}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.cost import Load, load_of
 from kvloom.engine.schedule.scheduler import plan_step
 from kvloom.engine.schedule.seq import Plan, Seq
+from kvloom.mistakes import reason_of
 from kvloom.rank.byte_tokenizer import ByteTokenizer
 from kvloom.rank.opening import open_ranks
 from kvloom.reading import read_bytes
@@ -167,4 +168,4 @@ def load_times(path: Path) -> StepTimes:
     try:
         return msgspec.json.decode(read_bytes(path), type=StepTimes)
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
-        raise BadRequest(str(path), f"cannot be read as step times: {error}") from None
+        raise BadRequest(str(path), f"cannot be read as step times: {reason_of(error)}") from None

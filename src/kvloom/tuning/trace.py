@@ -108,6 +108,8 @@ def _json_rows(path: Path, text: str) -> Iterable[Arrival]:
         if not line.strip():
             continue
         if is_mooncake is None:
+            if line.lstrip().startswith("["):
+                raise BadRequest(f"{path}, line {number}", "is an array: a trace is one object a line (jq -c '.[]')")
             is_mooncake = '"input_length"' in line or '"timestamp"' in line
         try:
             yield _mooncake_decoder.decode(line).arrival() if is_mooncake else _own_decoder.decode(line)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvloom.contract.errors import UserError
+from kvloom.mistakes import reason_of
 from kvloom.reading import read_text
 
 MIN_KEY_CHARS = 24
@@ -43,7 +44,7 @@ def read_hashes(path: Path) -> tuple[str, ...]:
     try:
         lines = [line.strip() for line in read_text(path).splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise AccessError(f"{path} cannot be read: {error}") from error
+        raise AccessError(f"{path} cannot be read: {reason_of(error)}") from error
     hashes = tuple(line for line in lines if line and not line.startswith("#"))
     if not hashes:
         raise AccessError(f"{path} holds no hash of an API key; make one with: kvloom api-key")
