@@ -95,7 +95,7 @@ def test_agents_on_one_socket(tmp_path):
 def test_agents_on_one_port(tmp_path, option):
     port = free_port()
     commands = [[*cluster(tmp_path, name), option, f"127.0.0.1:{port}"] for name in "abc"[:NUM_RIVALS]]
-    check_one_lives(commands, "serving ", in_use(port))
+    check_one_lives(commands, "serving ", f"kvloom pool agent: {option}: {in_use(port)}")
 
 
 def test_control_planes_on_one_port(tmp_path):

@@ -40,11 +40,20 @@ def allow_descriptors() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def listen(host: str, port: int, backlog: int = BACKLOG) -> socket.socket:
+def listen(host: str, port: int, backlog: int = BACKLOG, option: str = "") -> socket.socket:
     """A listening TCP socket on an address or a name (its IPv4 address preferred); port 0 takes a free one.
 
-    Raises ListenError.
+    Raises ListenError, which names the option or key that gives the address, if one is told.
     """
+    try:
+        return _listening(host, port, backlog)
+    except ListenError as error:
+        if not option:
+            raise
+        raise ListenError(f"{option}: {error}") from None
+
+
+def _listening(host: str, port: int, backlog: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError):

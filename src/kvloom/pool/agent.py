@@ -147,13 +147,13 @@ class Agent:
         self._unix = UnixListener(self.config.socket, self.config.socket_mode, BACKLOG, self.config.socket_group)
         self._door.add(self._unix.socket)
         if self.config.listen is not None:
-            listener = listen(*self.config.listen, BACKLOG)
+            listener = listen(*self.config.listen, BACKLOG, "--listen")
             self.peer_port = int(listener.getsockname()[1])
             self._door.add(listener)
         if self.config.http is not None:
             hosts = self.config.allowed_hosts | own_names([self.config.http[0]])
             http = import_module("kvloom.pool.node_http")  # imports Prometheus, only needed for HTTP
-            self._http = http.NodeHttp(listen(*self.config.http, BACKLOG), self.stats, Policy(hosts))
+            self._http = http.NodeHttp(listen(*self.config.http, BACKLOG, "--http"), self.stats, Policy(hosts))
 
     def _begin(self, sock: socket.socket, address: Any) -> None:
         """address: as `accept` returns it. Raises OSError when the caller has disconnected, RuntimeError when no thread

@@ -213,7 +213,7 @@ def test_switches_of_the_wire_and_the_management_port(tmp_path):
     }
     document = changed(LATER_LAYOUT, "ServerConfig", {**LATER_LAYOUT["ServerConfig"], **serve})
     config = Settings(load_settings(write(tmp_path, document))).build()
-    assert config.addresses == [("127.0.0.1", 1026), ("127.0.0.2", 1030)]
+    assert list(config.addresses.values()) == [("127.0.0.1", 1026), ("127.0.0.2", 1030)]
     assert config.options == WireOptions(False, 10, True, True, True, True, 16)
     assert (config.max_queued_tokens, config.max_body_bytes) == (4096, 2 * 2**20)
     assert config.cors_origins == {"https://a.example"}

@@ -168,7 +168,7 @@ def built(tmp_path, **more):
 def test_what_a_published_file_sets_is_set(tmp_path):
     config = built(tmp_path)
     assert config.metrics == ("127.0.0.2", 1027)
-    assert config.addresses == [("127.0.0.1", 1025), ("127.0.0.2", 1026), ("127.0.0.2", 1027)]
+    assert list(config.addresses.values()) == [("127.0.0.1", 1025), ("127.0.0.2", 1026), ("127.0.0.2", 1027)]
     assert config.num_parsers == 8
     assert config.models[0].time_limit_s == 600
     assert config.workflow == "Standard_LLM"
@@ -326,7 +326,7 @@ def test_check_finds_a_port_that_is_taken_and_an_address_of_elsewhere(tmp_path):
         path = mock_file(tmp_path, port=port, managementPort=1026, managementIpAddress="203.0.113.1")
         found = told(path)
     assert f"port {port} of 127.0.0.1 is in use by another program" in found[0]
-    assert found[1] == "203.0.113.1 is not an address of this machine"
+    assert found[1] == "managementPort: 203.0.113.1 is not an address of this machine"
 
 
 def test_check_finds_an_address_of_all_networks_also_for_the_management(tmp_path):

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from kvloom.server.http.slow import BodyTimeoutMiddleware, GuardedProtocol
-from kvloom.server.secure.api_keys import AccessError, KeyRing, check_bind, hash_key, new_key
+from kvloom.server.secure.api_keys import AccessError, KeyRing, check_bind, hash_key, new_key, read_hashes
 from kvloom.server.secure.key_guard import ApiKeyMiddleware
 from tests.support.waiting import until
 from tests.support.wire.triton import serving
@@ -86,6 +86,27 @@ def test_keys_that_can_be_guessed_or_sent_wrongly_are_refused(key):
 def test_a_ring_of_wrong_hashes_is_refused(hashes):
     with pytest.raises(AccessError):
         KeyRing(hashes)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("# none\n\n", "holds no hash of an API key; make one with: kvloom api-key"),
+        (
+            f"# one\n{hash_key(KEYS[0])}\n\n{KEYS[1]}\n",
+            "is not a hash, as `kvloom api-key` prints it on its second line",
+        ),
+    ],
+)
+def test_a_file_of_hashes_is_told_by_its_option_and_line(tmp_path, text, problem):
+    file = tmp_path / "keys"
+    if text is not None:
+        file.write_text(text)
+    where = f"{file}, line 4" if text and KEYS[1] in text else str(file)
+    with pytest.raises(AccessError) as caught:
+        read_hashes(file, "--api-key-file")
+    assert str(caught.value) == f"--api-key-file: {where} {problem}"
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "0:0:0:0:0:0:0:0"])

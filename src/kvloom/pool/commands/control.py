@@ -40,7 +40,10 @@ def control(
             raise ValueError(f"admin_token_file: {admin_token_file} is empty")
         host, port = parse_address(listen)
         hosts = checked_hosts(allowed_host or ()) | listening.own_names([host])
-        with listening.listen(host, port) as listener, closing(ControlState(state, time.time)) as opened:
+        with (
+            listening.listen(host, port, option="--listen") as listener,
+            closing(ControlState(state, time.time)) as opened,
+        ):
             if not admin_token_file:
                 typer.echo(f"admin token: {token}")
             settings = uvicorn.Config(build_app(opened, token, secret, hosts), log_level="warning")

@@ -80,9 +80,12 @@ class ServerConfig:
         return [*(card.name for card in self.models), *(card.name for card in self.pictures)]
 
     @property
-    def addresses(self) -> list[tuple[str, int]]:
-        """Addresses to listen on: the public one, then those of management and metrics routes if they are separate."""
-        return [(self.host, self.port), *filter(None, (self.management, self.metrics))]
+    def addresses(self) -> dict[str, tuple[str, int]]:
+        """Addresses to listen on by the keys of their ports: the public one, then those of management and metrics
+        routes if they are separate.
+        """
+        given = {"port": (self.host, self.port), "managementPort": self.management, "metricsPort": self.metrics}
+        return {key: address for key, address in given.items() if address is not None}
 
 
 def load_settings(path: Path) -> dict[str, Any]:
@@ -115,7 +118,8 @@ def load_settings(path: Path) -> dict[str, Any]:
     if "log_path" in settings:
         settings["log_path"] = home / str(settings["log_path"]).lstrip("/")
     if "api_key_file" in settings:
-        settings["api_key_hashes"] = read_hashes(home / settings.pop("api_key_file"))
+        file = home / settings.pop("api_key_file")
+        settings["api_key_hashes"] = read_hashes(file, found.paths["api_key_file"])
     return settings | {"notes": found.notes}
 
 

@@ -108,7 +108,7 @@ def _override(settings: Settings, flags: Mapping[str, Any]) -> None:
         settings.override_model(backend=named_backend(flags["backend"]))
     settings.add_vllm_options(flags["vllm"] or ())
     if flags["api_key_file"]:
-        settings.override(api_key_hashes=read_hashes(flags["api_key_file"]))
+        settings.override(api_key_hashes=read_hashes(flags["api_key_file"], "--api-key-file"))
     if flags["lora_modules"]:
         settings.override_model(lora_modules=[lora_module(text) for text in flags["lora_modules"]])
     settings.add_models(flags["image_model"] or ())

@@ -27,7 +27,7 @@ _ERRORS: dict[int, type[ServingError]] = {403: Forbidden, 415: WrongMediaType, 4
 
 def policy_of(config: ServerConfig) -> Policy:
     """Which pages may send requests to a server of this configuration, under which names."""
-    listened = [host.lower() for host, _ in config.addresses]
+    listened = [host.lower() for host, _ in config.addresses.values()]
     hosts = config.allowed_hosts | own_names(listened) | frozenset(filterfalse(is_address, listened))
     return Policy(hosts, config.cors_origins, _PAGES, _CURL_PATHS, has_keys=bool(config.api_key_hashes))
 

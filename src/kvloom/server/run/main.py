@@ -8,6 +8,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -33,7 +34,7 @@ def serve(config: ServerConfig, opening: Callable[[ServerConfig], Opening] = Loa
     with _early_signals() as early, contextlib.ExitStack() as stack:
         gc.disable()  # a fifth of the time that imports take
         stack.callback(gc.enable)
-        listeners = [stack.enter_context(listen(host, port)) for host, port in config.addresses]
+        listeners = [stack.enter_context(each) for each in listen_all(config)]
         stack.enter_context(_pid_file(config.pid_file))
         loading = opening(config)
         stack.callback(loading.close)
@@ -79,11 +80,17 @@ def _early_signals() -> Iterator[_EarlySignals]:
             signal.signal(number, handler)
 
 
+def listen_all(config: ServerConfig) -> Iterator[socket.socket]:
+    """A listening socket for each address of the configuration. Raises ListenError."""
+    for key, (host, port) in config.addresses.items():
+        yield listen(host, port, option="" if key == "port" else key)
+
+
 def check_addresses(config: ServerConfig) -> None:
     """Raises AccessError for an address that listens on all networks, unless that is allowed."""
-    keys = ("ipAddress", "managementIpAddress", "managementIpAddress")
-    for key, (host, _) in zip(keys, config.addresses, strict=False):
-        check_bind(host, config.allows_all_addresses, key)
+    for key, (host, _) in config.addresses.items():
+        is_public = key == "port" or host == config.host
+        check_bind(host, config.allows_all_addresses, "ipAddress" if is_public else "managementIpAddress")
 
 
 def check_names(config: ServerConfig) -> None:

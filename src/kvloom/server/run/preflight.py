@@ -35,8 +35,8 @@ def problems(settings: Settings) -> Iterator[UserError]:
         return
     yield from _found(partial(check_addresses, config))
     yield from _found(partial(check_names, config))
-    for host, port in config.addresses:
-        yield from _found(partial(_check_port, host, port))
+    for key, address in config.addresses.items():
+        yield from _found(partial(_check_port, key, *address))
     yield from _found(partial(_check_tls, config))
     are_language = [not model.get("makes_pictures") for model in settings.models]
     for card in itertools.compress(config.models, itertools.compress(is_there, are_language)):
@@ -50,8 +50,8 @@ def _found(check: Callable[[], object]) -> Iterator[UserError]:
         yield error
 
 
-def _check_port(host: str, port: int) -> None:
-    listen(host, port).close()
+def _check_port(key: str, host: str, port: int) -> None:
+    listen(host, port, option="" if key == "port" else key).close()
 
 
 def _check_tls(config: ServerConfig) -> None:

@@ -39,16 +39,21 @@ def hash_key(key: str) -> str:
     return f"{_SCHEME}${salt.hex()}${_digest(salt, key).hex()}"
 
 
-def read_hashes(path: Path) -> tuple[str, ...]:
-    """Hashes from a file, one a line; empty lines and those that begin with # are skipped. Raises AccessError."""
+def read_hashes(path: Path, option: str) -> tuple[str, ...]:
+    """Hashes from a file, one a line; empty lines and those that begin with # are skipped. Raises AccessError, which
+    names the `option`, or key, that gives the file.
+    """
     try:
-        lines = [line.strip() for line in read_text(path).splitlines()]
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise AccessError(f"{path} cannot be read: {reason_of(error)}") from error
-    hashes = tuple(line for line in lines if line and not line.startswith("#"))
+        raise AccessError(f"{option}: {path} cannot be read: {reason_of(error)}") from error
+    found = {number: line.strip() for number, line in enumerate(lines, 1) if line.strip()}
+    hashes = {number: line for number, line in found.items() if not line.startswith("#")}
+    for number, line in hashes.items():
+        _parsed(f"{option}: {path}, line {number}", line)
     if not hashes:
-        raise AccessError(f"{path} holds no hash of an API key; make one with: kvloom api-key")
-    return hashes
+        raise AccessError(f"{option}: {path} holds no hash of an API key; make one with: kvloom api-key")
+    return tuple(hashes.values())
 
 
 class KeyRing:
@@ -57,7 +62,7 @@ class KeyRing:
     def __init__(self, hashes: Sequence[str]) -> None:
         if not hashes:
             raise AccessError("API keys are required, but none is configured")
-        self._entries = [_parsed(position, text) for position, text in enumerate(hashes)]
+        self._entries = [_parsed(f"API key {position}", text) for position, text in enumerate(hashes)]
 
     def tenant_of(self, key: str) -> str | None:
         """The tenant of this key, None for a wrong one. The name stays the same as long as the key's hash is kept.
@@ -98,11 +103,11 @@ def _digest(salt: bytes, key: str) -> bytes:
     return hashlib.sha256(salt + key.encode()).digest()
 
 
-def _parsed(position: int, text: str) -> tuple[bytes, bytes]:
+def _parsed(where: str, text: str) -> tuple[bytes, bytes]:
     try:
         scheme, salt, digest = text.split("$")
         if scheme != _SCHEME or len(bytes.fromhex(digest)) != hashlib.sha256().digest_size:
             raise ValueError(scheme)
         return bytes.fromhex(salt), bytes.fromhex(digest)
     except ValueError as error:
-        raise AccessError(f"API key {position} is not a hash made by hash_key") from error
+        raise AccessError(f"{where} is not a hash, as `kvloom api-key` prints it on its second line") from error
