@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from kvloom.mistakes import problem_of
 from kvloom.server.run import daemon
 from tests.support.commands import run_cli, run_main
+from tests.support.processes import CLI
 from tests.tuning.test_simulate import make_times, save_times
 
 LONG = "x" * 300  # no file system has such names
@@ -140,6 +142,22 @@ def test_a_file_that_cannot_be_is_one_line_of_the_daemon_too(folder):
 def test_what_is_told_of_an_error(error, told):
     """Whatever names no file and no full disk is a mistake of ours, and keeps its traceback."""
     assert problem_of(error) == told
+
+
+@pytest.mark.parametrize(
+    ("encoding", "arguments", "told"),
+    [
+        ("ascii", ("serve", "--help"), b"--weight-cache"),
+        ("latin-1", ("fleet", "check", "\N{SNOWMAN}.yaml"), b"\\u2603.yaml is right\n"),
+        ("utf-8", ("fleet", "check", os.fsdecode(b"\xff.yaml")), b"\\udcff.yaml is right\n"),
+        ("utf-8:surrogateescape", ("fleet", "check", os.fsdecode(b"\xff.yaml")), b"\xff.yaml is right\n"),
+    ],
+)
+def test_what_a_terminal_cannot_show_is_written_otherwise(folder, encoding, arguments, told):
+    Path(arguments[-1]).write_text("applications: [{import_path: 'kvloom.fleet.app:build', args: {backend: fake}}]")
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    ended = subprocess.run([*CLI, *arguments], env=environment, capture_output=True, check=True)
+    assert told in ended.stdout
 
 
 @pytest.mark.parametrize("option", NAN_OPTIONS, ids=" ".join)
