@@ -1,4 +1,4 @@
-"""`kvloom chat`: one conversation, its history, and an answer that is broken off."""
+"""`kvloom chat`: one conversation, its history, and answers that the user interrupts."""
 
 import io
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.support.servers import MODEL, FakeServer, fake_server
 
 @pytest.fixture
 def chat() -> Iterator[Chat]:
-    """Of a server whose answers are the same each time."""
+    """The client of a server whose answers are deterministic."""
     with fake_server(seed=1) as server:
         yield Chat(server.client, first_model(server.client))
 
@@ -37,7 +37,7 @@ def test_an_answer_that_is_stopped_stays_in_the_history_as_far_as_it_came(chat: 
 
 @pytest.fixture
 def refused() -> Iterator[Chat]:
-    """Asks for a model that the server does not have, and says so."""
+    """Asks for a model that the server does not have, and checks the refusal."""
     with fake_server(options=WireOptions(validates_model=True)) as server:
         yield Chat(server.client, "gpt-9")
 
@@ -92,7 +92,7 @@ def test_a_server_that_is_not_there_is_one_sentence():
 
 
 def chat_with(events: str) -> Chat:
-    """Of a server that answers with these events, whatever it is asked."""
+    """A client of a server that sends these events for every request."""
     transport = httpx.MockTransport(lambda request: httpx.Response(200, text=events))
     return Chat(httpx.Client(base_url="http://other", transport=transport), "m")
 

@@ -1,4 +1,4 @@
-"""Reasoning, text and calls of one answer, from the engine's deltas."""
+"""Splitting an answer into reasoning, text and tool calls, from the engine's deltas."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ from kvloom.server.chat.tool_calls import make_parser
 
 
 def split(is_open: bool, *pieces: str) -> tuple[str, str]:
-    """Reasoning and text."""
+    """The reasoning and the text of an answer."""
     splitter = ReasoningSplitter(is_open)
     events: list[ChatEvent] = []
     for piece in pieces:

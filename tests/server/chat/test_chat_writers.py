@@ -1,4 +1,4 @@
-"""A chat answer in the words of /v1/responses and of /v1/messages: reasoning, text, calls of tools."""
+"""Chat answers written for /v1/responses and /v1/messages: reasoning, text and tool calls."""
 
 import itertools
 import json
@@ -39,7 +39,7 @@ def numbered_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Said:
-    """As a ChatOutput: gives these events, a list for each delta."""
+    """Stands for a ChatOutput: returns these events, one list for each delta."""
 
     num_reasoning_tokens = 2
 
@@ -199,7 +199,7 @@ def test_log_probabilities_are_of_the_text_that_they_came_with_or_before():
         ([], tokens[1:2]),  # half a character
         ([TextDelta("é")], tokens[2:3]),
         ([TextDelta("a"), TextDelta("b")], tokens[3:5]),
-        ([], tokens[5:]),  # the end of sequence
+        ([], tokens[5:]),  # the end-of-sequence token
     ]
     writer = response_writer(events for events, _ in steps)
     for _, logprobs in steps:

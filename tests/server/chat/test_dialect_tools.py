@@ -1,4 +1,6 @@
-"""Tools and reasoning in /v1/responses and /v1/messages: asked for, called, answered, and thought about."""
+"""Tools and reasoning in /v1/responses and /v1/messages: tool choice, tool results, and reasoning in requests and
+answers.
+"""
 
 import json
 from collections.abc import Iterator
@@ -29,7 +31,7 @@ def hermes() -> Iterator[FakeServer]:
 
 @pytest.fixture(scope="module")
 def thinking() -> Iterator[FakeServer]:
-    """Its prompts end with <think>, and the fake model never stops thinking."""
+    """Its prompts end with <think>, and the fake model never ends its reasoning."""
     with fake_server(tokenizer=TemplateTokenizer(R1), max_seq_len=8192, has_eos=False) as running:
         yield running
 

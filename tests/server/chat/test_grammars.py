@@ -1,4 +1,4 @@
-"""Grammars: what they let through, by way and by form."""
+"""Grammars: which texts they accept, for each kind of constraint and for each form of a tool call."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def _of_a_tool(pattern: str) -> str:
     return tool_grammar("qwen3_coder", [Tool("f", "", schema)], ToolChoice("named", "f"), False, "")
 
 
-# every way in which a regular expression comes in: its grammar, and the answer around what it matches
+# each option that takes a regular expression: its grammar, and the text around what the expression matches
 WAYS: dict[str, tuple[Callable[[str], str], str]] = {
     "regex": (lambda pattern: regex_grammar(pattern, "regex"), "{}"),
     "lark": (lambda pattern: text_grammar(f'start: A "!" // a /\\d/ in a comment\nA: /{pattern}/', "grammar"), "{}!"),

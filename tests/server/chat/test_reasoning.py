@@ -1,4 +1,4 @@
-"""Reasoning over HTTP: apart from the answer, limited, before calls and formats."""
+"""Reasoning over HTTP: it is separate from the answer, limited in length, and precedes tool calls and formats."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def r1() -> Iterator[FakeServer]:
 
 @pytest.fixture(scope="module")
 def qwen3() -> Iterator[FakeServer]:
-    """Its model opens <think> itself; enable_thinking false closes it in the prompt."""
+    """The model opens <think> itself; with enable_thinking false the prompt contains an empty, closed block."""
     with fake_server(tokenizer=TemplateTokenizer(QWEN3)) as server:
         yield server
 

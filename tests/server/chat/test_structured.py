@@ -1,4 +1,4 @@
-"""Structured output: whatever the model says, the answer is of the form that was asked for."""
+"""Structured output: whatever the model predicts, the answer has the requested form."""
 
 import json
 import re
@@ -24,13 +24,13 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCH
 
 @pytest.fixture(scope="module")
 def server():
-    """It guesses ahead; none of that shows."""
+    """This server speculates, which must not change any answer."""
     with fake_server(num_speculative_tokens=4) as running:
         yield running
 
 
 def answers(server: FakeServer, count: int = 12, **fields: Any) -> list[str]:
-    """Of `count` different random choices."""
+    """The texts of `count` choices, sampled with different seeds."""
     response = server.chat("hi", n=count, seed=5, max_tokens=400, **fields)
     assert response.status_code == 200, response.text
     choices = response.json()["choices"]
@@ -49,7 +49,7 @@ def test_json_object_answers_are_objects(server: FakeServer):
     body = {"model": MODEL, "prompt": "hi", "response_format": {"type": "json_object"}, "max_tokens": 300}
     for seed in range(10):
         choice = server.post("/v1/completions", {**body, "seed": seed}).json()["choices"][0]
-        if choice["finish_reason"] == "stop":  # a model of random letters may go on until the limit
+        if choice["finish_reason"] == "stop":  # a model of random letters may generate until the limit
             assert isinstance(json.loads(choice["text"]), dict)
         assert choice["text"].startswith("{")
 

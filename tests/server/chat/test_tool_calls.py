@@ -1,4 +1,4 @@
-"""Tool calls found in text: whatever the pieces, the same calls; what is no call stays text."""
+"""Parsing tool calls from text: however the text is split, the calls are the same; other text stays text."""
 
 import json
 from itertools import pairwise
@@ -24,7 +24,7 @@ PIECES = [
 
 
 def read(form: ToolForm, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
-    """Text, and (name, arguments) of each call."""
+    """The text, and (name, arguments) of each call."""
     parser = make_parser(form, SCHEMAS)
     events: list[ChatEvent] = []
     for piece in pieces:

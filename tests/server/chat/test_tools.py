@@ -1,4 +1,4 @@
-"""Tools over HTTP: what is asked for is called, in OpenAI's shape, whole and streamed."""
+"""Tools over HTTP: tool_choice is followed, in OpenAI's format, whole and streamed."""
 
 import json
 from typing import Any
@@ -27,7 +27,7 @@ SCHEMAS = {"weather": SCHEMA, "now": {"type": "object", "maxProperties": 0}}
     scope="module", params=["", HERMES, QWEN_CODER, LLAMA3], ids=["none", "hermes", "qwen3_coder", "llama3"]
 )
 def styled(request: pytest.FixtureRequest):
-    """A server whose template teaches one form, or none."""
+    """A server whose chat template uses one of the formats of tool calls, or none."""
     with fake_server(tokenizer=TemplateTokenizer(request.param), max_seq_len=8192) as running:
         yield running
 
@@ -40,7 +40,7 @@ def choice_of(server: FakeServer, **fields: Any) -> dict[str, Any]:
 
 
 def deltas_of(server: FakeServer, **fields: Any) -> tuple[list[dict[str, Any]], str | None]:
-    """Deltas of a stream, and its finish_reason."""
+    """The deltas of a stream, and its finish_reason."""
     lines = server.chat("hi", stream=True, **fields).text.splitlines()
     choices = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
     return [choice["delta"] for choice in choices], choices[-1]["finish_reason"]
@@ -180,7 +180,7 @@ CONVERSATION = [
 
 
 def prompt_of(template: str, **fields: Any) -> str:
-    """What the model is given."""
+    """The prompt that the engine received."""
     with fake_server(tokenizer=TemplateTokenizer(template), max_seq_len=8192) as server:
         body = {"model": MODEL, "messages": CONVERSATION, "max_tokens": 1, **fields}
         assert server.post("/v1/chat/completions", body).status_code == 200
@@ -212,7 +212,7 @@ def test_a_template_without_tools_gets_them_as_text():
 
 @pytest.mark.parametrize("tool_choice", ["required", NAMED])
 def test_an_answer_of_calls_that_is_cut_has_no_text(styled: FakeServer, tool_choice: Any):
-    """Wherever it is cut; what is known of the call then is told, streamed as whole."""
+    """Wherever the length limit cuts it, the partial call is returned, streamed as well as whole."""
     asked = {"tools": [TOOL, OTHER], "tool_choice": tool_choice, "seed": 3}
     whole = choice_of(styled, **asked, max_tokens=600)["message"]["tool_calls"][0]["function"]
     seen = set()

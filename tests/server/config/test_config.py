@@ -1,4 +1,4 @@
-"""config.json: both layouts, every mistake named by its path, and what becomes of the values."""
+"""config.json: both layouts, every mistake reported with its path, and the effect of the values."""
 
 import json
 from dataclasses import replace
@@ -72,7 +72,7 @@ def write(folder: Path, document: Any, mode: int = 0o640) -> Path:
 
 
 def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy of the document with one value replaced; path as in messages, without indices."""
+    """A copy of the document with one value replaced; the path is written as in messages, without indices."""
     copy = json.loads(json.dumps(document))
     at = copy
     *parents, last = path.split(".")
@@ -115,7 +115,7 @@ def test_a_step_has_a_token_for_every_sequence_of_the_largest_batch(tmp_path, ma
 def test_a_step_computes_as_many_prompt_tokens_as_max_prefill_tokens_says(
     tmp_path, layout, path, most, num_decoding
 ):  # spec table 2-6
-    """In a batch of 200, of which one at least is a prompt: in prefill, or waiting."""
+    """In a batch of 200, one request at least must be in prefill or waiting."""
     engine = Settings(load_settings(write(tmp_path, changed(layout, path, most)))).build().models[0].engine
     limits, pool, prompt = replace(engine.limits(128), is_selecting=False), BlockPool(5000), [1] * 500_000
     seqs = [Seq(i, [1, 2], 1, status=Status.RUNNING, num_computed=1) for i in range(num_decoding)]
@@ -131,7 +131,7 @@ def test_the_gap_of_streams_is_three_decode_steps_unless_it_is_given(tmp_path, g
     document = SEED_LAYOUT if gap_ms is None else changed(SEED_LAYOUT, "ScheduleParam.maxDecodeGap", gap_ms)
     settings = Settings(load_settings(write(tmp_path, document)))
     assert settings.build().models[0].engine.max_gap_s == gap_s
-    settings.override(max_gap_ms=40.0)  # the command line's
+    settings.override(max_gap_ms=40.0)  # those of the command line
     assert settings.build().models[0].engine.max_gap_s == 0.04
 
 

@@ -1,4 +1,6 @@
-"""config.json as vendors publish it, all mistakes in one run, and what `config check` finds of a start."""
+"""config.json as vendors publish it, all mistakes of a file in one run, and what `config check` finds before a
+start.
+"""
 
 import json
 import os
@@ -20,7 +22,7 @@ from tests.server.config.test_config import SEED_LAYOUT, changed, write
 from tests.server.run.test_daemon import DAEMON
 from tests.support.processes import CLI, serving
 
-# in the layout, and with the values, of the config.json that 2.x is shipped with
+# in the layout and with the values of the config.json that ships with 2.x
 PUBLISHED_2: dict[str, Any] = {
     "Version": "1.0.0",
     "ServerConfig": {
@@ -67,7 +69,7 @@ PUBLISHED_2: dict[str, Any] = {
     },
     "LogConfig": {"dynamicLogLevel": "", "dynamicLogLevelValidHours": 2, "dynamicLogLevelValidTime": ""},
 }  # fmt: skip
-PUBLISHED_1: dict[str, Any] = {  # of 1.0: single files where 2.x has folders and lists, sizes of the log
+PUBLISHED_1: dict[str, Any] = {  # version 1.0: single files where 2.x has folders and lists, and sizes of the log
     **PUBLISHED_2,
     "ServerConfig": {
         **{k: v for k, v in PUBLISHED_2["ServerConfig"].items() if "Crl" not in k and not k.startswith("interComm")},
@@ -95,7 +97,7 @@ PLUGINS = "plugin_type may name prefix_cache, splitfuse; numSpeculativeTokens gu
 @pytest.mark.parametrize("document", [PUBLISHED_0, PUBLISHED_1, PUBLISHED_2], ids=["first", "1.0", "2.x"])
 def test_the_published_files_load_as_they_are(tmp_path, document):
     settings = load_settings(write(tmp_path, document))
-    settings.pop("device_ids")  # four, of which this machine may have fewer
+    settings.pop("device_ids")  # four, where this machine may have fewer
     config = Settings(settings).build()
     assert config.tls is None
     assert config.models[0].engine.backend == "auto"
@@ -157,7 +159,7 @@ def test_the_longest_prompt_is_what_the_later_layout_says(tmp_path):
 
 
 def built(tmp_path, **more):
-    """Of the 2.x file with one device, and other values by their paths."""
+    """The settings that result from the 2.x file with one device and with other values, given by their paths."""
     document = changed(PUBLISHED_2, "BackendConfig.npuDeviceIds", [[0]])
     document = changed(document, f"{MODEL_2}.worldSize", 1)
     for path, value in more.items():

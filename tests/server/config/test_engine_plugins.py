@@ -1,4 +1,4 @@
-"""Engines as plug-ins, kvloom's own and another distribution's (docs/engines.md)."""
+"""Engines as plug-ins: kvloom's own, and one of another distribution (docs/engines.md)."""
 
 import sys
 import tomllib
@@ -23,7 +23,7 @@ HERE = "must name a back end that is installed (default, auto, cpu, torch, refer
 
 
 def install(folder: Path, name: str, value: str, module: str = "") -> Path:
-    """A distribution as pip leaves it: its metadata, and a module when one is given."""
+    """Creates a distribution as pip installs it: its metadata, and a module if one is given."""
     meta = folder / f"{name}_plugin-1.0.dist-info"
     meta.mkdir(parents=True)
     (meta / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-plugin\nVersion: 1.0\n")
@@ -61,7 +61,7 @@ def test_an_unknown_name_lists_those_that_are_installed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_nobody_else_can_take_the_name_of_kvlooms_own(tmp_path, monkeypatch, is_first):
-    """Wherever it stands on the path: of two alike the last is what a careless look finds."""
+    """Wherever the other distribution is on the path: of two entries of one name a naive lookup would take the last."""
     thief = str(install(tmp_path, "cpu", "thief:open_engine", "def open_engine(*args): ..."))
     monkeypatch.setattr(sys, "path", [thief, *sys.path] if is_first else [*sys.path, thief])
     assert backends.factory_of("cpu").__module__ == "kvloom.rank.opening"
@@ -96,7 +96,7 @@ def test_every_parameter_is_one_that_an_engine_has_or_may_lack():
 
 @pytest.fixture(scope="module")
 def parrot(tmp_path_factory):
-    """The example, installed as a distribution of its own, behind a server of its own."""
+    """A server over the example engine, which is installed as a distribution of its own."""
     folder = tmp_path_factory.mktemp("parrot")
     points = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"][backends.GROUP]
     ((name, value),) = points.items()

@@ -1,4 +1,4 @@
-"""Environment variables of spec A.1: what they set, and which are named as without effect."""
+"""Environment variables of spec A.1: what they set, and which ones the log lists as without effect."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Whatever field a server has for what an answer must match: on every route it is honoured, or refused by name."""
+"""Every field that constrains an answer, of any server's API: each route applies it, or refuses it by name."""
 
 import json
 import re
@@ -82,7 +82,7 @@ def _text_of_infer(response: httpx.Response) -> str:
     return bytes(token for token in response.json()["outputs"][0]["data"] if token < 256).decode(errors="ignore")
 
 
-# of each route: its path, a body, where the fields go, and the text of its answer
+# for each route: its path, a body, where the fields go, and how to read the text of its answer
 _V2 = f"/v2/models/{MODEL}"
 _SAMPLING: dict[str, Any] = {"max_new_tokens": 60, "do_sample": True, "seed": 3}
 _OLLAMA = {"num_predict": 60, "seed": 3}

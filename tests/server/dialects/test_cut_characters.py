@@ -1,7 +1,8 @@
-"""An answer that is cut inside a character ends before it: whole, streamed, in every dialect, whatever cuts it.
+"""An answer that is cut inside a character ends before it: whole or streamed, in every dialect, whatever cuts it.
 
 Every token of this model is the end of a euro sign, a letter, and the beginning of the next euro sign. So the first
-bytes are no character, which stays visible, the last ones are half of one, and tokens share all those between.
+bytes are an invalid character, which is shown as such; the last bytes are half a character; all characters between span
+two tokens.
 """
 
 import json
@@ -40,7 +41,7 @@ def halves() -> Iterator[FakeServer]:
 
 
 def events(text: str) -> list[Any]:
-    """The documents of a stream, whatever is around them."""
+    """The JSON documents of a stream, without their framing."""
     found, decoder, at = [], json.JSONDecoder(), 0
     while match := re.compile(r"\{").search(text, at):
         document, at = decoder.raw_decode(text, match.start())
@@ -48,7 +49,7 @@ def events(text: str) -> list[Any]:
     return found
 
 
-# dialect: the whole answer's request and text, the stream's request and what an event adds
+# dialect: request and text of the whole answer, request of the stream and the text that an event adds
 DIALECTS: dict[str, tuple[str, Any, Callable[[Any], str], str, Any, Callable[[Any], str]]] = {
     "chat": (
         "/v1/chat/completions", CHAT, lambda a: a["choices"][0]["message"]["content"],
@@ -101,7 +102,7 @@ def test_a_cut_character_is_dropped_whole_and_streamed(halves: FakeServer, diale
     stream = halves.post(stream_path, stream_body)
     assert stream.status_code == 200
     pieces = [piece_of(event) for event in events(stream.text)]
-    if dialect == "native":  # its last event has the whole text in place of the last piece
+    if dialect == "native":  # its last event has the whole text instead of the last piece
         assert events(stream.text)[-1]["generated_text"] == TEXT
         pieces.append("€a")
     assert "".join(pieces) == TEXT
@@ -120,7 +121,7 @@ def test_log_probabilities_stay_one_a_token(halves: FakeServer):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("stop", "text"), [(["€a€"], "\ufffda"), (["a€b", "zz"], TEXT)])
 def test_stops_are_looked_for_in_whole_characters(halves: FakeServer, stop: list[str], text: str, stream: bool):
-    """A beginning of a stop string that is held back when the answer is cut is given out."""
+    """Text that was held back as a possible beginning of a stop string is returned when the answer is cut."""
     response = halves.complete("hi", max_tokens=4, temperature=0, stream=stream, stop=stop)
     assert "".join(event["choices"][0]["text"] for event in events(response.text) if event["choices"]) == text
 

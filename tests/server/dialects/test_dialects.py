@@ -1,4 +1,4 @@
-"""The TGI, vLLM, Triton and native routes: what is refused and in which words, and what options change."""
+"""The TGI, vLLM, Triton and native routes: refusals and their messages, and the effect of options."""
 
 import json
 import struct
@@ -16,7 +16,7 @@ from tests.support.waiting import until
 
 @pytest.fixture(scope="module")
 def limited():
-    """maxSeqLen 200, maxIterTimes 100: prompts of at most 100 tokens."""
+    """A server with maxSeqLen 200 and maxIterTimes 100: prompts have at most 100 tokens."""
     with fake_server(max_seq_len=200, max_iter_times=100) as server:
         yield server
 
@@ -236,7 +236,7 @@ def test_the_description_names_every_route_and_its_fields(server: FakeServer):
 
 @pytest.mark.mock("vLLM decides by itself who is next")
 def test_the_holder_of_an_api_key_is_the_tenant_of_its_requests():
-    """With a share a token, one key's second request waits behind another key's first."""
+    """Under fair shares, the second request of one key waits behind the first request of another key."""
     keys = [new_key(), new_key()]
     with fake_server(max_batch=1, fair_token_s=1.0, step_s=0.01, keys=keys, has_eos=False) as server:
         ended: list[str] = []

@@ -1,4 +1,4 @@
-"""How answers end that nobody finishes: a grammar that the parser gives up on, and a server that stops."""
+"""Answers that do not end normally: the grammar's parser fails, or the server stops."""
 
 import json
 import threading
@@ -11,7 +11,7 @@ import pytest
 from tests.support.servers import MODEL, FakeServer, fake_server
 from tests.support.waiting import until
 
-# read without a complaint; after the first letter the parser has more possibilities than it follows
+# accepted as a grammar; after the first letter the parser exceeds its limit of possibilities
 _NUM = 240
 AMBIGUOUS = "\n".join(
     [
@@ -24,7 +24,7 @@ STOPPING = "the server is stopping"
 ASKED = [{"role": "user", "content": "hi"}]
 Read = Callable[[Any], str]
 
-# path, body without a grammar, where the grammar goes, where an error's text stands, whether the route streams
+# path, body without a grammar, field of the grammar, where the error's text is, whether the route streams
 ROUTES: dict[str, tuple[str, dict[str, Any], Callable[[str], dict[str, Any]], Read, dict[str, Any] | None]] = {
     "chat": (
         "/v1/chat/completions", {"model": MODEL, "messages": ASKED}, lambda g: {"guided_grammar": g},
@@ -66,7 +66,7 @@ ROUTES: dict[str, tuple[str, dict[str, Any], Callable[[str], dict[str, Any]], Re
         lambda g: {"parameters": {"max_new_tokens": 90, "guided_grammar": g}}, lambda b: b["error"], {"stream": True},
     ),
 }  # fmt: skip
-FAILS_WHOLE = {"responses"}  # its answer is a response that says "failed", with status 200
+FAILS_WHOLE = {"responses"}  # its answer is a response object with status "failed", sent with HTTP status 200
 V1 = {"chat", "completions", "responses", "messages", "ollama"}
 CASES = [(name, False) for name in ROUTES if ROUTES[name][4] != {}]
 CASES += [(name, True) for name, route in ROUTES.items() if route[4] is not None]

@@ -1,4 +1,4 @@
-"""Names with slashes and ids of any look, on every route that has them in its path or body."""
+"""Model names with slashes and arbitrary request ids, on every route that takes them in its path or body."""
 
 import re
 import threading

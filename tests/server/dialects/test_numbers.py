@@ -1,4 +1,4 @@
-"""A number in a text is plain decimal digits: no sign, no blank, no underscore, no other script's digit."""
+"""Numbers in texts are plain decimal digits: no sign, blank, underscore or digit of another script."""
 
 from urllib.parse import quote
 
@@ -62,7 +62,7 @@ def test_not_in_options_and_files_either(tmp_path, text):
     with pytest.raises(Refused, match="must be an integer"):
         schema._integer("max_tokens", text, 0)
     if text.strip().isdecimal() and text.isascii() and len(text) < 9:
-        return  # blanks around a token id are its file's
+        return  # a file may have blanks around a token id
     (tmp_path / "rows.csv").write_text(f"1,{text}\n", encoding="utf-8")
     with pytest.raises(BadRequest, match="must be token ids"):
         read_rows(tmp_path / "rows.csv")

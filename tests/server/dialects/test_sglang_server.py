@@ -1,4 +1,4 @@
-"""The routes of SGLang's server that its routers ask for."""
+"""The routes of SGLang's server that its routers call."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -38,7 +38,7 @@ def test_a_flush_forgets_prefixes_and_disturbs_nobody():
         assert server.post("/flush_cache").text == "Cache flushed.\n"
         assert cached() == 0
         assert running.result().json()["choices"] == expected
-        assert server.client.get("/flush_cache").status_code == 405  # any page can send a GET
+        assert server.client.get("/flush_cache").status_code == 405  # any web page can send a GET
 
 
 def test_health_by_a_token_is_503_of_a_model_that_gives_none():
@@ -64,9 +64,9 @@ def test_rendered_tokens_are_those_that_run():
         assert rendered["model"] == MODEL
         assert rendered["token_ids"] == server.post("/v1/chat/completions", chat).json()["prompt_token_ids"]
         texts = {"model": MODEL, "prompt": ["hi", [1, 2]]}
-        assert server.post("/v1/completions/render", texts).status_code == 400  # of mixed kinds, as to run it
+        assert server.post("/v1/completions/render", texts).status_code == 400  # of mixed kinds: refused
         texts["prompt"] = ["hi", "ho"]
         assert [each["token_ids"] for each in server.post("/v1/completions/render", texts).json()] == [
             server.post("/tokenize", {"model": MODEL, "prompt": text}).json()["tokens"] for text in ("hi", "ho")
         ]
-        assert server.engine.stats().total_requests == 1  # the one chat that was generated
+        assert server.engine.stats().total_requests == 1  # the only chat that was generated

@@ -1,4 +1,6 @@
-"""Streamed = whole, of every Writer: what the frames of any deltas say is what the whole answer of the same says."""
+"""Streamed = whole, for every Writer: the frames of any deltas contain what the whole answer of the same deltas
+contains.
+"""
 
 import json
 import pickle
@@ -39,11 +41,11 @@ Steps = list[tuple[int, Delta]]
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "é"]}}</tool_call>'
 WORDS = ("<think>", "</think>", CALL, CALL[:30], " and ", "é", "\n", "x", "}")
 PROMPT = (72, 105)
-VARYING = ("id", "call_id", "item_id", "created_at", "total_duration")  # and what is of one way only
+VARYING = ("id", "call_id", "item_id", "created_at", "total_duration")  # and fields that only one of the two forms has
 
 
 class Service:
-    """What writers ask of a GenerationService; known by its name, as between processes."""
+    """The parts of a GenerationService that writers use; a class of a module, so that it can be pickled."""
 
     name = "m"
     tokenizer = ByteTokenizer()
@@ -62,7 +64,7 @@ SERVICE: Any = Service()
 
 @st.composite
 def answers(draw: st.DrawFn, num_choices: int) -> tuple[Steps, Steps]:
-    """Deltas of several choices, and the same in another order between the choices."""
+    """Deltas of several choices, and the same deltas with the choices interleaved in another way."""
     choices = [draw(deltas(index)) for index in range(num_choices)]
     order = [index for index, found in enumerate(choices) for _ in found]
     return merged(choices, draw(st.permutations(order))), merged(choices, draw(st.permutations(order)))
@@ -75,7 +77,7 @@ def merged(choices: list[list[Delta]], order: list[int]) -> Steps:
 
 @st.composite
 def deltas(draw: st.DrawFn, index: int) -> list[Delta]:
-    """Of one choice: its text cut anywhere, a token a piece; the last may have none."""
+    """Deltas of one choice: its text cut anywhere, one piece for each token; the last delta may have no text."""
     text = "".join(draw(st.lists(st.sampled_from(WORDS), max_size=6)))
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -124,7 +126,7 @@ def chat_writer() -> Writer:
 
 def text_writer() -> Writer:
     options: Json = {"stream_options": USAGE, "logprobs": 1, "return_token_ids": True, "echo": True}
-    asked = Generation("g", (PROMPT, (74, 75)), SamplingParams())  # two prompts: what is cached of both counts
+    asked = Generation("g", (PROMPT, (74, 75)), SamplingParams())  # two prompts: the cached tokens of both count
     return TextWriter(SERVICE, asked, CompletionBody(prompt="", **options), 0)
 
 
@@ -153,7 +155,7 @@ def infer_writer() -> Writer:
     return triton.InferWriter(generation(), {"id": "g"}, asked, is_input_echoed=True)
 
 
-# -- what frames and bodies say
+# -- contents of frames and bodies
 
 
 def sse(frames: bytes) -> list[Json]:
@@ -163,7 +165,7 @@ def sse(frames: bytes) -> list[Json]:
 
 
 def added(parts: list[Json]) -> Json:
-    """Values of one name put together: texts and lists joined, numbers and null replaced by what comes later."""
+    """Two objects merged: texts and lists are concatenated, numbers and null replaced by the later value."""
     found: Json = {}
     for part in parts:
         for name, value in part.items():
@@ -207,7 +209,7 @@ def chat_body(body: bytes) -> Json:
         if choice["logprobs"]:
             choice["logprobs"].pop("refusal")
         if choice["logprobs"] == {"content": []}:
-            choice["logprobs"] = None  # a stream does not say that there are none
+            choice["logprobs"] = None  # a stream does not mention an empty list
     return {name: whole[name] for name in ("choices", "usage", "prompt_token_ids")}
 
 
@@ -228,7 +230,7 @@ def text_body(body: bytes) -> Json:
 
 
 def message_frames(frames: bytes) -> Json:
-    """As Anthropic's clients build a message."""
+    """The message, assembled as Anthropic's clients do it."""
     message: Json = {}
     for event in sse(frames):
         match event["type"]:
@@ -261,7 +263,7 @@ def object_of(text: str) -> Json:
 
 
 def response_frames(frames: bytes) -> Json:
-    """The last event's response, which must be what the deltas before it say."""
+    """The response in the last event, which must agree with the events before it."""
     events = sse(frames)
     output: Json = events[-1]["response"]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -284,7 +286,7 @@ def tgi_frames(frames: bytes) -> Json:
     events = sse(frames)
     tokens = [event["token"] for event in events]
     if events[-1]["details"]["generated_tokens"] < len(tokens):
-        tokens.pop()  # that of the end, which is none
+        tokens.pop()  # the usage of the last event, which is absent
     tops = [event["top_tokens"] for event in events if "top_tokens" in event]
     details = {**events[-1]["details"], "tokens": tokens, "top_tokens": tops}
     return {"generated_text": events[-1]["generated_text"], "details": details}
@@ -353,7 +355,7 @@ def fixed(value: Any) -> Any:
 
 
 def test_of_several_answers_the_likeliest_a_token_is_given():
-    """Not the likeliest as a whole, which the shorter one mostly is."""
+    """Likeliest by the mean log-probability of a token; by the sum the shorter answer would mostly win."""
     asked = Generation("g", (PROMPT,), SamplingParams(), 1, 2)
     writer = VllmWriter(asked, "")
     for choice, (text, logprobs) in enumerate([("a", (-1.0,)), ("bbb", (-0.5, -0.6, -0.7))]):

@@ -1,4 +1,4 @@
-"""Large answers are written beside the loop, and are the same answers."""
+"""Large answers are formatted in a thread beside the event loop, with the same result."""
 
 import asyncio
 import threading
@@ -56,7 +56,7 @@ def test_an_answer_is_the_same_wherever_it_is_written(path, body, monkeypatch):
 def test_the_loop_goes_on_while_a_large_answer_is_written():
     async def main() -> bool:
         written = threading.Event()
-        asyncio.get_running_loop().call_soon(written.set)  # comes only when the loop is free
+        asyncio.get_running_loop().call_soon(written.set)  # sent only when the loop is free
         return await formatted(INLINE_ITEMS + 1, lambda: written.wait(120))
 
     assert asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Clients of HTTP/1.0 (ab, older proxies) know no chunks: a body of unknown length ends with its connection."""
+"""Clients of HTTP/1.0 (ab, older proxies) do not know chunks: a body of unknown length ends with the connection."""
 
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -38,7 +38,7 @@ def port() -> Iterator[int]:
 
 
 def ask(port: int, head: str, body: bytes = b"") -> tuple[dict[str, str], bytes]:
-    """Headers and body of the answer to one request, up to the end of the connection."""
+    """Headers and body of the answer to one request, read until the connection closes."""
     with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as sock:
         sock.sendall(f"{head}\r\n\r\n".encode() + body)
         with sock.makefile("rb") as answer:
@@ -70,7 +70,7 @@ def test_an_answer_to_head_is_its_head(port: int, path: str):
 
 
 def test_nobody_is_told_to_go_on(port: int):
-    """RFC 9110, 10.1.1: an expectation of 100-continue in a request of HTTP/1.0 is ignored."""
+    """RFC 9110, 10.1.1: a server ignores the expectation 100-continue in a request of HTTP/1.0."""
     head = "POST /whole HTTP/1.0\r\nContent-Length: 4\r\nExpect: 100-continue"
     assert ask(port, head, b"body")[1] == b"body"
 

@@ -1,4 +1,4 @@
-"""The one loop: frames a step, errors before and after the first of them, what stands beside an answer."""
+"""`answer`, the loop that runs all jobs: one frame a step, errors before and after the first frame, work beside it."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -23,7 +23,7 @@ STEPS = [
 
 
 class Plain(Folding):
-    """Says what it is given."""
+    """A writer that returns what it is given."""
 
     def add(self, choice: int, delta: Delta) -> bytes:
         return f"{choice}{delta.text}".encode()
@@ -39,7 +39,7 @@ class Plain(Folding):
 
 
 class Steps:
-    """As a service: brings these steps, then fails with `error`."""
+    """Stands for a service: yields these steps, then fails with `error`."""
 
     def __init__(self, steps: list[Any], error: Exception | None = None) -> None:
         self._steps, self._error = steps, error
@@ -58,7 +58,7 @@ class Steps:
 
 
 class Beside:
-    """Takes every error upon itself."""
+    """Handles every error itself."""
 
     def __init__(self) -> None:
         self.errors: list[BaseException | None] = []

@@ -1,4 +1,4 @@
-"""Silent streams say that they are alive, in a way that no client takes for text; and a dead rank is a pause."""
+"""Silent streams send keep-alives that no client takes for text; a dead rank is only a pause."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ PROMPT = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    """Every step takes as long as several silences."""
+    """A server whose every step takes several keep-alive intervals."""
     monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.005)
     with fake_server(step_s=0.05, has_eos=False) as running:
         yield running
@@ -66,7 +66,7 @@ def test_a_whole_answer_says_nothing_before_it_is_there(slow: FakeServer):
     assert reply.json()["usage"]["completion_tokens"] == NUM_TOKENS
 
 
-@pytest.mark.filterwarnings("ignore:The `dict` method is deprecated")  # of pydantic, in text-generation itself
+@pytest.mark.filterwarnings("ignore:The `dict` method is deprecated")  # by pydantic, in text-generation itself
 def test_official_clients_take_no_comment_for_text(slow: FakeServer):
     want = slow.chat(max_tokens=NUM_TOKENS, temperature=0).json()["choices"][0]["message"]["content"]
     with openai.OpenAI(base_url=f"{slow.url}/v1", api_key="none") as client:

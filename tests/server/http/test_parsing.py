@@ -1,4 +1,4 @@
-"""Large bodies are parsed in a process of their own: nobody waits for them, and they can be ended."""
+"""Large bodies are parsed in a separate process: other requests do not wait for it, and it can be killed."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ def pid_of(folder: Path) -> int:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it runs; not as a child that nobody has asked for."""
+    """Whether a process runs, and is not a zombie."""
     try:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -51,7 +51,7 @@ def test_a_small_body_is_parsed_in_place_and_a_large_one_elsewhere():
         )
     assert small == os.getpid()
     assert large != os.getpid()
-    assert again == large  # a process is not made for each
+    assert again == large  # no process is started for each body
 
 
 CASES: list[tuple[str, Any]] = [
@@ -99,7 +99,7 @@ def test_an_answer_is_the_same_wherever_its_body_was_parsed(
     path: str, body: Any, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ):
     text = json.dumps({"temperature": 0, **body} if path.startswith("/v1") else body).replace("TEXT", "hello there")
-    server.client.post(path, content=text)  # both that count find its blocks in the cache
+    server.client.post(path, content=text)  # both requests that count tokens find the prompt's blocks in the cache
     here = server.client.post(path, content=text)
     monkeypatch.setattr(parsing, "INLINE_BYTES", 0)
     there = server.client.post(path, content=text)
@@ -107,7 +107,7 @@ def test_an_answer_is_the_same_wherever_its_body_was_parsed(
 
 
 def _fixed(text: str) -> list[Any]:
-    """The documents of an answer without what differs from one answer to the next."""
+    """The documents of an answer without the fields that differ from one answer to the next."""
     lines = text.replace("\0", "\n").splitlines()
     lines = [line.removeprefix("data:").strip() for line in lines if not line.startswith("event:")]
     return [_without(json.loads(line)) if line.startswith(("{", "[{")) else line for line in lines]
@@ -121,7 +121,7 @@ def _without(value: Any) -> Any:
 
 @contextlib.contextmanager
 def waiting(server: FakeServer, text: str) -> Iterator[None]:
-    """A client whose body is being parsed, or waits for it; gone afterwards."""
+    """Within the context a client's body is being parsed or is in the queue; afterwards the client has disconnected."""
     body = json.dumps({"prompt": text}).encode()
     address = httpx.URL(server.url)
     before = server.parsing.num_active
@@ -214,7 +214,7 @@ def test_what_is_left_of_a_body_is_bounded(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_endpoint_with_a_body_parses_it_apart(monkeypatch: pytest.MonkeyPatch):
-    """So that no route decodes a body on the loop."""
+    """So that no route decodes a body on the event loop."""
     made: list[Any] = []
 
     def recorded(*arguments: Any, **more: Any) -> Any:

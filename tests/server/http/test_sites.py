@@ -1,4 +1,4 @@
-"""Nothing that a page of another site can send has an effect, on any route; what clients send still has one."""
+"""Requests that a page of another site can send have no effect, on any route; those of API clients still work."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ FORM_TYPES = ("text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "
 
 
 def endpoints() -> list[Endpoint]:
-    """Every route there is: a new one cannot be forgotten here."""
+    """All routes, taken from the application, so that new ones are tested too."""
     with fake_server() as server:
         dialects = make_dialects(server.health.models, server.health, None, ServerConfig(()))
         return [endpoint for dialect in dialects for endpoint in dialect.endpoints]
@@ -99,11 +99,11 @@ def test_every_route_answers_its_own_page_and_programs(server, endpoint):
     ):
         assert ask(server, endpoint, headers, body).status_code not in (403, 415, 421)
     if endpoint.path == "/sleep":
-        server.client.post("/wake_up").raise_for_status()  # the tests after this one want it awake
+        server.client.post("/wake_up").raise_for_status()  # the following tests need it awake
 
 
 def test_only_the_routes_that_stop_by_get_have_an_effect_by_get():
-    """GET computes at most a token (timed health); what changes the server is another method."""
+    """A GET computes one token at most (timed health check); only other methods change the server's state."""
     assert [endpoint.path for endpoint in ENDPOINTS if endpoint.method == "GET" and endpoint.is_generating] == []
 
 

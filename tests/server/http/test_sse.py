@@ -1,4 +1,4 @@
-"""Frames that are written around their text."""
+"""Server-sent events whose JSON is formatted around their text."""
 
 import msgspec
 import pytest
@@ -19,7 +19,7 @@ def chat_of(text: str) -> ChatChunkChoice:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-@pytest.mark.parametrize("name", ["m", '""', 'text":""', ""])  # of the model, and of the answer
+@pytest.mark.parametrize("name", ["m", '""', 'text":""', ""])  # field `model`, and the answer's text
 @pytest.mark.parametrize("usage", [UNSET, None])
 @pytest.mark.parametrize("choice", [text_of, chat_of])
 def test_a_frame_around_a_text_is_the_frame_encoded_whole(text, name, usage, choice):

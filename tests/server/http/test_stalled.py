@@ -1,4 +1,4 @@
-"""Clients that do not take their answers hold nothing for ever, and a server that stops does not wait for them."""
+"""Clients that do not read their answers are disconnected, and a stopping server does not wait for them."""
 
 import asyncio
 import contextlib
@@ -70,7 +70,7 @@ def test_a_connection_that_takes_nothing_of_its_answer_ends(path, caplog):
 
 
 class Scripted(Impatient):
-    """What waits for the client, look by look."""
+    """Stands for a transport: the number of unsent bytes at each check."""
 
     untaken: ClassVar[list[int]] = []
 
@@ -79,7 +79,7 @@ class Scripted(Impatient):
 
 
 def test_a_connection_that_takes_a_byte_goes_on(monkeypatch, caplog):
-    """It is the second look at the same number that ends it."""
+    """The connection is closed only when two checks find the same number of unsent bytes."""
     monkeypatch.setattr(Scripted, "untaken", [9, 8, 7, 7])
     with serving(APP, http=Scripted) as port, socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as sock:
         ask(sock, "/endless")
@@ -88,7 +88,7 @@ def test_a_connection_that_takes_a_byte_goes_on(monkeypatch, caplog):
 
 
 def test_a_client_that_reads_late_gets_the_whole_answer(caplog):
-    """Nobody looks any more once it has caught up."""
+    """The checks stop once the client has read everything."""
     with serving(APP) as port, socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as sock:
         ask(sock, "/large")
         left = 50_000_000
@@ -98,7 +98,7 @@ def test_a_client_that_reads_late_gets_the_whole_answer(caplog):
 
 
 def test_a_server_that_stops_does_not_wait_for_who_takes_nothing_and_logs_no_traceback():
-    """Eight answers of 1,000 tokens, each with the twenty likeliest, are more than the sockets hold."""
+    """Eight answers of 1,000 tokens with top_logprobs 20 are more than the socket buffers hold."""
     asked = {"model": "mock", "prompt": "hi", "max_tokens": 1000, "n": 8, "logprobs": 20, "stream": True}
     body = json.dumps({**asked, "ignore_eos": True})
     head = f"Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -1,4 +1,4 @@
-"""Packed bodies: unpacked whatever their pieces, within the limit, or refused with what is understood."""
+"""Compressed bodies: decompressed however they are split, up to the limit; other encodings are refused with a list."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""The console's routes: the page, the feed, the cancel, and who may see them."""
+"""The console's routes: the page, its feed, cancelling requests, and who has access."""
 
 import json
 import threading
@@ -25,7 +25,7 @@ SECRET_PROMPT = "nobody may read this"
 
 
 def row_of(server: FakeServer) -> dict[str, object]:
-    """The one running request, once it generates."""
+    """The row of the only running request, once it generates."""
     until(lambda: any(row["generated"] for row in server.client.get("/console/feed").json()["requests"]))
     [row] = server.client.get("/console/feed").json()["requests"]
     return row

@@ -1,4 +1,4 @@
-"""The logs of a running daemon: which files, at which level, and whose lines stand in them."""
+"""The logs of a running daemon: which files, which level, and whose lines each file has."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ def written(folder: Path) -> str:
 
 
 def generated(daemon: ServeProcess, folder: Path) -> str:
-    """The log once a request has been answered and told."""
+    """The text of the log once a request has been answered and logged."""
     generate(daemon.url, "llama_65b")
     until(lambda: "COMPLETED REQ ID" in written(folder))
     return written(folder)

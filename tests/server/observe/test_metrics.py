@@ -1,4 +1,4 @@
-"""/metrics through Prometheus' own parser: what ran is what it says."""
+"""/metrics, read with Prometheus' own parser: the figures agree with what ran."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,8 +14,8 @@ from tests.support.models.adapters import TINY_SHAPES, make_adapter
 from tests.support.servers import MODEL, FakeServer, fake_server
 from tests.support.waiting import until
 
-# what vLLM's dashboards (grafana.json, performance_statistics.json, query_statistics.json), its documents and its own
-# test of /metrics read, 0.10 to 0.33: a family and its type
+# The families that vLLM 0.10 to 0.33 shows in its dashboards (grafana.json, performance_statistics.json,
+# query_statistics.json), documents and tests of /metrics, with their types.
 VLLM_FAMILIES = {
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
@@ -73,7 +73,7 @@ def samples_of(server: FakeServer) -> list[Sample]:
 
 
 def scrape(server: FakeServer) -> dict[tuple[str, str], float]:
-    """(sample name, its labels but the model's and the engine's as text) -> value."""
+    """(sample name, labels except model and engine, as text) -> value."""
     samples = samples_of(server)
     assert {sample.labels["model_name"] for sample in samples} == {MODEL}
     for sample in samples:
@@ -130,7 +130,7 @@ def test_requests_that_wait_are_told_apart_and_adapters_named(tmp_path):
         assert server.post("/v1/load_lora_adapter", load).status_code == 200
         body = {"model": "sql", "prompt": "hi", "max_tokens": 1500, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=body) as running:
-            lines = running.iter_lines()  # kept: closing it would end the request
+            lines = running.iter_lines()  # keep a reference: closing the stream would cancel the request
             next(lines)
             with httpx.Client(base_url=server.url) as other, ThreadPoolExecutor(1) as pool:
                 waiting = pool.submit(other.post, "/v1/completions", json={**body, "model": MODEL, "stream": False})
@@ -168,9 +168,9 @@ def test_what_ran_is_what_it_says():
     assert found["vllm:request_success_total", "finished_reason=length"] == 4
     for prefix in ("", "vllm:"):
         assert found[prefix + "request_generation_tokens_sum", ""] == 8 + 8 + 16
-        assert found[prefix + "time_to_first_token_seconds_count", ""] == 4  # one left after its first token
+        assert found[prefix + "time_to_first_token_seconds_count", ""] == 4  # one left after a token
         assert found[prefix + "generation_tokens_total", ""] >= 32
-    assert found["time_per_output_token_seconds_count", ""] == 3  # means of generations; vLLM's are gaps
+    assert found["time_per_output_token_seconds_count", ""] == 3  # means over requests
     assert found["vllm:request_time_per_output_token_seconds_count", ""] == 3
     assert found["request_prompt_tokens_bucket", "le=8"] == 3
     assert found["vllm:prefix_cache_hits_total", ""] <= found["vllm:prefix_cache_queries_total", ""]
@@ -191,5 +191,5 @@ def test_throughput_is_of_the_last_seconds_however_often_one_looks():
     for tenth in range(21, 600):
         often.rate(tenth / 10, 20)
     assert often.rate(60.0, 120) == pytest.approx(10, rel=0.15)  # 100 more in the last 10 s
-    assert seldom.rate(60.0, 120) == pytest.approx(100 / 58)  # since the look before
+    assert seldom.rate(60.0, 120) == pytest.approx(100 / 58)  # since the previous scrape
     assert often.rate(80.0, 0) == 0  # a new engine counts from 0

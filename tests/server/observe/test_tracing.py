@@ -1,4 +1,4 @@
-"""Traces through OpenTelemetry's own exporters: which spans, whose trace, and a collector that is not well."""
+"""Traces through OpenTelemetry's exporters: the spans, trace context of callers, and a collector that fails."""
 
 import http.server
 import signal
@@ -44,7 +44,7 @@ def traced(memory: InMemorySpanExporter) -> Iterator[FakeServer]:
 
 
 def spans_of(memory: InMemorySpanExporter) -> dict[str, ReadableSpan]:
-    """Name -> span, of the one request that has ended; the request's own under its operation."""
+    """Name -> span of the only finished request; its root span is under the operation's name."""
     until(lambda: any(span.kind is SpanKind.SERVER for span in memory.get_finished_spans()))
     return {span.name.split()[0]: span for span in memory.get_finished_spans()}
 
@@ -141,7 +141,7 @@ def test_a_tracer_that_fails_costs_no_request(caplog: pytest.LogCaptureFixture):
 
 
 class Collector(http.server.ThreadingHTTPServer):
-    """An OTLP receiver. While `is_held` it takes a request and does not answer."""
+    """An OTLP receiver. While `is_held` it accepts requests without answering them."""
 
     daemon_threads = True
 
@@ -205,7 +205,7 @@ def test_a_collector_is_sent_the_spans_over_http():
 def test_a_dead_collector_delays_neither_requests_nor_the_end(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")  # ms: it is asked at once
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")  # ms: the exporter calls it at once
     with collecting() as collector:
         collector.is_held = True
         tracer = open_otlp(collector.url if kind == "never answers" else "http://127.0.0.1:1")

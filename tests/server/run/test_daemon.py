@@ -1,4 +1,4 @@
-"""`mindieservice_daemon` and `kvloom config` as processes: what a deployment waits for, reads and stops."""
+"""`mindieservice_daemon` and `kvloom config` as processes: the output, files and signals that deployments rely on."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ DAEMON = (sys.executable, "-m", "kvloom.server.run.daemon")
 
 
 def install(folder: Path, names: tuple[str, ...] = ("llama_65b",), **serve: Any) -> Path:
-    """An install folder whose conf/config.json serves mock models. Returns the file."""
+    """Creates an install folder whose conf/config.json serves mock models. Returns the file."""
     text = "\n".join(line for line in starting_point().splitlines() if "//" not in line)
     document = json.loads(text)
     document["OtherParam"]["ServeParam"] |= {"port": free_port(), **serve}

@@ -1,4 +1,4 @@
-"""What a start says of a model."""
+"""What the server logs about a model's KV cache at startup."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which model is served in which format when little or nothing was said."""
+"""Which model is served, and in which format, when the command line leaves it open."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""A server whose model is being loaded: it listens, says so on every route in its own words, and can be stopped."""
+"""A server that is still loading its model: it listens, answers each dialect with a proper error, and can be
+stopped.
+"""
 
 import contextlib
 import signal
@@ -39,7 +41,7 @@ CARD = ModelCard("mock", EngineConfig(backend="fake", num_blocks=64))
 
 @dataclass
 class Held:
-    """Stands for Loading: its models come when the test says so."""
+    """Stands for Loading: its models become ready when the test says so."""
 
     opened: list[EngineThread] = field(default_factory=list)
     models: "Future[Loaded]" = field(default_factory=Future)
@@ -53,7 +55,7 @@ class Held:
 
 @contextmanager
 def loading_server(**config: object) -> Iterator[tuple[httpx.Client, Held, list[BaseException]]]:
-    """A real server in a thread; what ended it is in the list."""
+    """A real server in a thread; the list contains the error that ended it, if any."""
     held, ended = Held(), []
     settings = ServerConfig((CARD,), **config)
 
@@ -128,7 +130,7 @@ def test_what_needs_no_model_answers(path):
 
 
 def test_no_route_is_served_before_there_is_a_model():
-    """All of them, from the server's own description: whatever is added must have its answer here."""
+    """All routes of the server's own description, so that new ones are tested too."""
     early = {"/livez", "/v2/health/live", "/docs", "/openapi.json", "/console", "/console/{name}", "/version"}
     with loading_server() as (client, _, _):
         paths = client.get("/openapi.json").json()["paths"]

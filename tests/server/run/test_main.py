@@ -1,4 +1,4 @@
-"""`kvloom serve` as a process: starting, stopping, mistakes, and a model process that is killed."""
+"""`kvloom serve` as a process: starting, stopping, wrong arguments, and a model process that is killed."""
 
 import contextlib
 import json
@@ -87,9 +87,7 @@ def test_it_says_that_it_is_ready_and_prints_a_curl_line_that_works():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_running_requests_finish_and_the_server_exits_0(number):
-    reset = (
-        "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); from kvloom.cli import main; main()"  # of nohup
-    )
+    reset = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); from kvloom.cli import main; main()"  # nohup does this
     command = [CLI[0], "-c", reset, "serve", *MOCK, "--grace", "20", "--port", "0"]
     with serving(command) as server:
         body = {**BODY, "max_tokens": 1500, "stream": True}
@@ -124,7 +122,7 @@ main()
 @pytest.mark.parametrize("swallowing", ["except: pass", "finally: pass"], ids=["swallowed", "raised"])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_in_the_middle_of_a_start_ends_it_and_leaves_nothing_behind(name, swallowing, tmp_path):
-    """Libraries try what is optional with a bare `except`, and finalisers ignore every exception."""
+    """Some libraries import optional modules with a bare `except`, and finalizers ignore every exception."""
     pid_file = tmp_path / "pid"
     code = START.format(name=name, swallowing=swallowing)
     command = [CLI[0], "-c", code, "serve", *MOCK, "--port", "0", "--pid-file", str(pid_file)]
@@ -161,7 +159,7 @@ def test_a_second_signal_ends_what_runs_which_is_told_and_without_a_traceback(st
 
 
 def test_a_server_without_standard_streams_serves():
-    """The next descriptors would have their numbers: a socket that is number 2 gets what a library has to say."""
+    """Otherwise the next descriptors would get their numbers, and messages of libraries would go into a socket."""
 
     def answers() -> bool:
         with contextlib.suppress(httpx.TransportError):
@@ -181,7 +179,7 @@ def test_a_server_without_standard_streams_serves():
 
 
 def test_more_connections_than_the_soft_limit_of_descriptors_are_served():
-    """They were closed without a word, above 1,024 of them on most systems."""
+    """They used to be closed without a message, above 1,024 of them on most systems."""
     command = f"ulimit -Sn 64; exec {' '.join(CLI)} serve {' '.join(MOCK)} --port 0"
     with serving(["bash", "-c", command]) as server, contextlib.ExitStack() as stack:
         url = httpx.URL(server.url)

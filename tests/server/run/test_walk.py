@@ -1,8 +1,7 @@
-"""The newcomer's walk of docs/server.md: every command of it, in order, in an empty folder, as bash runs it.
+"""The walkthrough in docs/server.md: bash runs every command of it, in order, in an empty folder.
 
-A block ```bash runs to its end; a ```bash server runs until the next one or the next step begins, a ```bash background
-until the end.
-What a line says that it prints stands in what its block prints.
+A ```bash block runs to its end; a ```bash server block runs until the next one or the next step begins, a ```bash
+background block until the test ends. The output that the text quotes must appear in the block's output.
 """
 
 import os
@@ -41,7 +40,7 @@ def steps() -> list[list[tuple[str, str]]]:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Of a newcomer: nothing but the commands on PATH; the pool's socket where no other test looks."""
+    """A new user's environment: only the commands on PATH, and a pool socket that no other test uses."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MIES_", "EMS_", "OTEL_"))}
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -84,7 +83,7 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> None:
 
 
 def use_port(folder: Path, port: str) -> None:
-    """In files that commands have just written with the port of the page."""
+    """Replaces the page's port in files that commands have just written."""
     for path in (folder / "conf" / "config.json", folder / "tune" / "config.json"):
         if path.exists():
             path.write_text(path.read_text().replace(f'"port": {PORT}', f'"port": {port}'))
@@ -92,7 +91,7 @@ def use_port(folder: Path, port: str) -> None:
 
 @contextmanager
 def running(kind: str, command: str, folder: Path, environment: dict[str, str]) -> Iterator[None]:
-    """Until it says that it is there, and then beside what follows; ended as Ctrl-C ends it."""
+    """Runs a block in the background once it is ready, and ends it as Ctrl-C does."""
     process = subprocess.Popen(
         ["bash", "-c", f"exec {command}"], cwd=folder, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""API keys, the rule about 0.0.0.0, and clients that are slow on purpose."""
+"""API keys, the rule about listening on 0.0.0.0, and clients that are slow on purpose."""
 
 import asyncio
 import contextlib
@@ -119,7 +119,7 @@ def test_all_addresses_must_be_allowed_by_name(address):
 
 class Impatient(GuardedProtocol):
     head_timeout_s = 0.2
-    num_looks = 0  # whose head is late
+    num_looks = 0  # which sends the head too late
 
     def _be_late(self) -> None:
         Impatient.num_looks += 1
@@ -139,12 +139,12 @@ def test_a_head_that_is_slow_ends_its_connection(sent, caplog, monkeypatch):
 
 
 def ends(caplog) -> list[str]:
-    """Why connections were closed."""
+    """The reasons why connections were closed."""
     return [record.getMessage() for record in caplog.records if record.name == GuardedProtocol.__module__]
 
 
 def head_of(num_bytes: int) -> bytes:
-    """The head of a request, whole."""
+    """The whole head of a request."""
     begin, end = b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ", b"\r\n\r\n"
     return begin + b"a" * (num_bytes - len(begin) - len(end)) + end
 
@@ -158,7 +158,7 @@ def answer_of(sock: socket.socket) -> tuple[int, bytes]:
 
 @pytest.mark.parametrize("num_before", [0, 1, 2], ids=["second", "third", "fourth"])
 def test_a_head_of_64_kib_is_answered_and_a_longer_one_is_not_waited_for(num_before, caplog):
-    """A connection's heads are counted one by one; the longer one is ended at its 65,537th byte, not at its end."""
+    """The limit counts each head of a connection separately; a longer one is refused at byte 65,537, not at its end."""
     with serving(app()) as port, socket.create_connection(("127.0.0.1", port), timeout=120) as sock:
         for _ in range(num_before + 1):
             sock.sendall(head_of(64 * 1024))
@@ -171,7 +171,7 @@ def test_a_head_of_64_kib_is_answered_and_a_longer_one_is_not_waited_for(num_bef
 
 
 class Heard(GuardedProtocol):
-    """What all connections have taken in."""
+    """The bytes that all connections have received."""
 
     num_bytes = 0
 
@@ -218,18 +218,18 @@ def test_a_slow_body_ends_its_request():
         with socket.create_connection(("127.0.0.1", port), timeout=120) as sock:
             sock.sendall(b"POST /infer HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
             assert b" 200 " not in sock.recv(1000)
-        impatient._limit_s = 120  # on a busy machine 0.2 s are too few for others
+        impatient._limit_s = 120  # on a busy machine 0.2 s are too short for the other clients
         assert httpx.post(f"http://127.0.0.1:{port}/infer", content=b"abc", timeout=120).text == "3"
 
 
 async def late(request: Request) -> PlainTextResponse:
-    """It answers when `LATE` is set."""
+    """An application that answers when `LATE` is set."""
     await asyncio.to_thread(LATE.wait)
     return PlainTextResponse("here")
 
 
 def test_a_head_that_waits_behind_answers_is_not_slow(caplog):
-    """Of pipelined requests no more is read until their turn comes, which is not their client's doing."""
+    """The server reads pipelined requests one at a time, so the wait is not the client's fault."""
     head = b"GET /late HTTP/1.1\r\nHost: x\r\n\r\n"
     LATE.clear()
     Impatient.num_looks = 0
@@ -240,7 +240,7 @@ def test_a_head_that_waits_behind_answers_is_not_slow(caplog):
         LATE.set()
         assert ends(caplog) == []
         sock.sendall(head[-1:])
-        answers = b""  # which come together at times
+        answers = b""  # which sometimes arrive together
         while answers.count(b"here") < 4 and (more := sock.recv(1 << 16)):
             answers += more
         assert answers.count(b"HTTP/1.1 200 OK") == answers.count(b"here") == 4

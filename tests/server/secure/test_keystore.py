@@ -114,7 +114,7 @@ def test_the_command_of_the_seed(tmp_path, monkeypatch, capsys):
 def test_domains_are_checked(tmp_path, monkeypatch, capsys, place):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("secret\n"))
-    if place[0] != "-1":  # argparse itself refuses that
+    if place[0] != "-1":  # argparse itself refuses it
         assert seceasy_encrypt(["--encrypt", *place]) == 1
         assert "domainId" in capsys.readouterr().err
 

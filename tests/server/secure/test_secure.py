@@ -28,7 +28,7 @@ TLS_KEYS = {
 
 
 def tls_config(folder: Path, **changes: object) -> Path:
-    """A config.json in `folder`/conf that serves the mock over mutual TLS."""
+    """A config.json in `folder`/conf that serves the mock model over mutual TLS."""
     (folder / "conf").mkdir()
     path = mock_config(folder / "conf")
     document = json.loads(path.read_text())
@@ -80,7 +80,7 @@ def test_a_tls_file_that_is_missing_is_one_line(tmp_path, changes, words):
     make_files(tmp_path)
     result = run_cli("serve", "--config", str(tls_config(tmp_path, **changes)))
     assert result.returncode == 1
-    (line,) = [line for line in result.stderr.splitlines() if " WARNING " not in line]  # notes of the log
+    (line,) = [line for line in result.stderr.splitlines() if " WARNING " not in line]  # lines of the log
     assert words in line
 
 

@@ -1,4 +1,4 @@
-"""Mutual TLS: who gets in, what is checked at start, and what a reload changes."""
+"""Mutual TLS: which clients are accepted, which mistakes stop the start, and what a reload changes."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ PASSWORD = b"a password for tests"
 
 
 class Site:
-    """A server's files on disk, and the CA to make clients with."""
+    """A server's files on disk, and the CA that issues client certificates."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -79,7 +79,7 @@ def curl(site, port, *options):
 
 
 def clients(site):
-    foreign = make_authority("test CA")  # the same name, another key
+    foreign = make_authority("test CA")  # the same name with another key
     return {
         "good": site.good,
         "foreign": issue(foreign, "good"),
@@ -146,7 +146,7 @@ def test_reload_changes_new_handshakes_and_keeps_open_connections(site, context,
         context.reload()
         assert len(pieces + list(stream)) == 12
     assert not is_admitted(site, port, site.good)
-    assert is_admitted(site, port, site.revoked)  # no longer on the list
+    assert is_admitted(site, port, site.revoked)  # no longer revoked
 
 
 def test_a_reload_with_bad_files_keeps_the_good_ones(site, context, port):
@@ -221,7 +221,7 @@ def test_sighup_reloads_and_says_when_it_cannot(site, context, caplog):
 
 
 def test_a_final_newline_of_the_password_is_no_part_of_it(site):
-    """As `seceasy_encrypt --encryptFile` leaves a file that an editor wrote."""
+    """`seceasy_encrypt --encryptFile` reads a file as an editor writes it."""
     store = KeyStore(site.config.keystore_master, site.config.keystore_standby)
     write_private(site.config.key_password, store.encrypt(PASSWORD + b"\n", 1).encode())
     tls_context(site.config)

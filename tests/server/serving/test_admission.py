@@ -1,4 +1,4 @@
-"""Admission: so many are served, twice as many wait in order, and a slot is never lost."""
+"""Admission: maxLinkNum requests are served, twice as many wait in order, and no slot is ever lost."""
 
 import asyncio
 import random
@@ -47,7 +47,7 @@ def test_whatever_comes_goes_stops_or_is_cancelled_slots_are_never_exceeded_nor_
             ends = await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
         assert not any(isinstance(end, AssertionError) for end in ends)
         assert (admission.num_active, admission.num_waiting, admission.num_tokens) == (0, 0, 0)
-        # nobody waits for one that is free
+        # a request takes a free slot without waiting
         async with asyncio.timeout(0), admission.slot(Ticket()), admission.slot(Ticket()), admission.slot(Ticket()):
             pass
 

@@ -1,4 +1,4 @@
-"""Requests that leave sampling open get what the model's files advise; what they say themselves stays."""
+"""Requests without sampling parameters use the defaults of the model's files; explicit ones take precedence."""
 
 import pytest
 
@@ -17,7 +17,7 @@ OFF = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty
 
 @pytest.fixture(scope="module")
 def served():
-    """A server and the requests that its engine has been given."""
+    """A server, and the requests that its engine received."""
     with fake_server(card={"advice": ADVICE}) as server:
         given, open_ = [], server.engine.open
         server.engine.open = lambda requests: given.extend(requests) or open_(requests)
@@ -25,7 +25,7 @@ def served():
 
 
 def sampled(served, path, body):
-    """As SamplingAdvice, how the engine was told to sample for `body`."""
+    """The sampling parameters with which the engine ran `body`, as a SamplingAdvice."""
     server, given = served
     given.clear()
     reply = server.client.post(path, json=body)

@@ -1,4 +1,4 @@
-"""Limits, disconnects, health and stopping: what a server owes to clients that come, go and overstay."""
+"""Limits, disconnects, health and stopping: how the server treats clients that come, leave and stay too long."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ LONG = {"max_tokens": 1500, "ignore_eos": True, "seed": 1}
 
 @pytest.fixture
 def slow():
-    """A server whose steps take 5 ms, for requests that are still running when something happens to them."""
+    """A server whose steps take 5 ms, so that requests are still running when the test acts."""
     with fake_server(max_link_num=2, step_s=0.005) as server:
         yield server
 
@@ -27,7 +27,7 @@ def test_a_body_over_the_limit_is_a_413(server: FakeServer):
     assert response.status_code == 413
     assert "larger than 1048576 bytes" in response.json()["error"]["message"]
     chunks = (b"x" * 65536 for _ in range(32))
-    with contextlib.suppress(httpx.WriteError):  # the answer came, and the connection closed, before all was sent
+    with contextlib.suppress(httpx.WriteError):  # answered and closed before all was sent
         assert server.client.post("/v1/chat/completions", content=chunks).status_code == 413
 
 

@@ -1,4 +1,4 @@
-"""EMS as the outer KV tier of a rank process, over a real agent: restarts, kills, stops. Answers are always true.
+"""EMS as the outer KV tier of a rank process, over a real agent: restarts, kills and stops. Answers are always correct.
 
 The fake model reads every token back from its KV cache, so one wrong byte changes an answer.
 """
@@ -34,16 +34,16 @@ from tests.support.pool.agents import SECRET, running_agent
 from tests.support.pool.faults import AgentProcess
 from tests.support.waiting import WAIT_S, until
 
-TIMEOUT_S = 30.0  # for what succeeds
-SHORT_S = 2.0  # for what waits until then, beside what succeeds
+TIMEOUT_S = 30.0  # for transfers that succeed
+SHORT_S = 2.0  # for calls that run into it, beside some that succeed
 FACTORY = "kvloom.rank.tier.ems:open_tier"
 PARAMS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=20)
-NUMBERS = count()  # of requests whose names nobody chose
-NUM_BLOCKS = 64  # of the prompts below: a prompt takes 13
+NUMBERS = count()  # for requests whose ids do not matter
+NUM_BLOCKS = 64  # blocks of the prompts below: a prompt takes 13
 
 
 def run(body: Callable[[EngineThread], Awaitable[None]], socket: Path, timeout_s: float = TIMEOUT_S) -> None:
-    """`body` against an engine with the fake model in a rank process of its own, EMS on `socket` as its tier."""
+    """Runs `body` against an engine with the fake model in a rank process, with EMS on `socket` as its tier."""
 
     async def main() -> None:
         tier = TierConfig(FACTORY, timeout_s, {"socket": str(socket)})
@@ -59,7 +59,7 @@ def run(body: Callable[[EngineThread], Awaitable[None]], socket: Path, timeout_s
 
 
 async def ask(engine: EngineThread, number: int, name: str = "") -> int:
-    """Answers a prompt of 200 tokens that no other number has; how many of them were not computed."""
+    """Answers a prompt of 200 tokens that is unique to its number; returns how many tokens came from a cache."""
     prompt = tuple((i * (number + 3) + number) % 251 for i in range(200))
     request = Request(name or f"r{number}-{next(NUMBERS)}", prompt, PARAMS)
     async with aclosing(engine.stream(request)) as stream:
@@ -70,7 +70,7 @@ async def ask(engine: EngineThread, number: int, name: str = "") -> int:
 
 
 async def loaded(engine: EngineThread, count: int) -> None:
-    """The thread tells its numbers after the deltas of a step."""
+    """The thread publishes its statistics after the deltas of a step."""
     while engine.stats().total_tier_loaded_blocks < count:
         await asyncio.sleep(0.01)
     assert engine.stats().total_tier_loaded_blocks == count
@@ -82,7 +82,7 @@ async def saved(engine: EngineThread, count: int) -> None:
 
 
 async def used(engine: EngineThread, number: int) -> int:
-    """Ask prompts from this number on until the pool is there and takes them; the next number."""
+    """Sends prompts from this number on until the pool is connected and stores them; returns the next number."""
     before = engine.stats().total_tier_saved_blocks
     while engine.stats().total_tier_saved_blocks == before:
         await ask(engine, number)
@@ -147,7 +147,7 @@ def test_a_stopped_pool_changes_no_answer(agent):
 
 
 def test_a_stopped_pool_costs_its_deadline_once_and_then_nothing(agent):
-    """A transfer that waits for nobody has been answered when it is looked for at once."""
+    """A transfer that the open breaker refuses is complete when it is polled at once."""
     tier = open_tier(memory()[0], TierConfig(FACTORY, SHORT_S, {"socket": str(agent.socket)}))
     until(lambda: move(tier, Transfer(1, [1], [b"k"]), is_load=False) == Moved(1, 1))  # a busy machine may be late
     with agent.stopped():
@@ -180,7 +180,9 @@ def move(tier: EmsTier, transfer: Transfer, is_load: bool) -> Moved:
 
 
 def test_the_library_is_compiled_before_the_pool_is_looked_for(monkeypatch):
-    """That takes seconds, a prompt waits half a one: what came until then was not saved."""
+    """Compiling takes seconds and a prompt waits half a second: blocks of prompts that came earlier would not be
+    saved.
+    """
     found: list[bool] = []
 
     class Looking(Circuit):

@@ -1,4 +1,4 @@
-"""What may take long is not parsed on the event loop, however short it is."""
+"""Bodies that may take long to parse are not parsed on the event loop, however short they are."""
 
 from collections.abc import Callable
 from typing import Any

@@ -206,7 +206,7 @@ def test_a_mixed_load_of_three_adapters_and_the_base_answers_each_as_alone(serve
         texts = list(pool.map(lambda job: complete(server, job[0] or MODEL, job[1]), jobs))
     assert texts == [expected(root, *job) for job in jobs]
     assert "mock" in server.client.get("/metrics").text
-    assert 'model_name="sql"' not in server.client.get("/metrics").text  # counts are a model's
+    assert 'model_name="sql"' not in server.client.get("/metrics").text  # counts are per model
 
 
 def test_two_models_have_adapters_of_their_own(root):
@@ -221,7 +221,7 @@ def test_an_adapter_is_loaded_again_by_the_absolute_path(server, root):
     assert server.client.get("/v1/models/sql").json()["root"] == str(copy)
 
 
-# -- the start
+# -- adapters given at startup
 
 
 def test_adapters_of_the_command_line_are_there_from_the_start_and_after_a_crash(root):

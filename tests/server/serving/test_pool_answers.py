@@ -1,7 +1,7 @@
-"""An answer whose prefix comes from EMS is the answer that is computed, and nobody beside it notices.
+"""An answer whose prefix is loaded from EMS equals the computed answer, and requests beside it are unaffected.
 
-For every block size, type of keys and values, number of ranks, adapter; across restarts with other settings a prefix is
-found or missed, never taken for another. Everything runs with watched blocks: a wrong byte ends the rank.
+For every block size, type of keys and values, number of ranks, and adapter; after restarts with other settings a prefix
+is found or missed, never confused with another. All runs check their blocks: a wrong byte ends the rank.
 """
 
 import functools
@@ -31,8 +31,8 @@ from tests.support.pool.agents import running_agent
 from tests.support.waiting import until
 
 FACTORY = "kvloom.rank.tier.ems:open_tier"
-KERNEL_SIZES = range(16, 129, 16)  # what the CPU kernels have of cacheBlockSize, 1 to 128
-ODD_SIZES = (1, 7, 16, 20, 100, 128)  # of the reference, which has all
+KERNEL_SIZES = range(16, 129, 16)  # the values of cacheBlockSize that the CPU kernels have, 1 to 128
+ODD_SIZES = (1, 7, 16, 20, 100, 128)  # those of the reference backend, which has all
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=20)
 ASKED = [Request(f"asked{i}", tuple((i * 31 + j * (7 + i)) % 127 for j in range(130 + 20 * i)), GREEDY) for i in (0, 1)]
@@ -41,7 +41,7 @@ NEIGHBOURS = [Request(f"near{i}", tuple((1 + i * 17 + j * 5) % 113 for j in rang
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return save(tiny_model("qwen3"), tmp_path_factory.mktemp("model"))  # heads of 32, which the kernels have
+    return save(tiny_model("qwen3"), tmp_path_factory.mktemp("model"))  # head size 32, which the kernels have
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def agent(monkeypatch) -> Iterator[Agent]:
 
 
 def settings(model: Path, backend: str, agent: Agent | None = None, **fields: object) -> EngineConfig:
-    """Few blocks, float32 where it matters; with the agent's pool as the tier."""
+    """Few blocks, float32 where exactness matters; the agent's pool is the tier."""
     tier = TierConfig(FACTORY, 20.0, {"socket": str(agent.config.socket)}, is_watched=True) if agent else None
     own = {"dtype": "float32"} if backend == "reference" else {}
     size = fields.get("block_size") or 16
@@ -68,7 +68,7 @@ def settings(model: Path, backend: str, agent: Agent | None = None, **fields: ob
 
 
 def run(config: EngineConfig, adapter: str = "") -> tuple[dict[str, list[int]], Stats]:
-    """A new engine: the neighbours decode when the others ask. Everybody's tokens."""
+    """A new engine: the neighbours decode while the other requests arrive. Returns the tokens of all."""
     with opened(config) as executor:
         return ask(Engine(config, executor, ByteTokenizer()), adapter)
 
@@ -90,14 +90,14 @@ def ask(engine: Engine, adapter: str) -> tuple[dict[str, list[int]], Stats]:
 
 @functools.cache
 def computed(model: Path, backend: str, kv_dtype: str, adapter: str) -> dict[str, list[int]]:
-    """By one rank without a pool, in blocks of 16: others give the same answers."""
+    """The answers of one rank without a pool, in blocks of 16; other settings give the same answers."""
     want, _ = run(settings(model, backend, kv_dtype=kv_dtype), adapter)
     assert all(len(want[request.id]) == request.params.max_tokens for request in ASKED)
     return want
 
 
 def check_equal(model: Path, agent: Agent, backend: str, adapter: str = "", **fields: object) -> None:
-    """Computed without a pool = computed and saved = loaded by a new engine; and it was loaded indeed."""
+    """Computed without a pool = computed and saved = loaded by a new engine; checks that blocks were in fact loaded."""
     want = computed(model, backend, str(fields.get("kv_dtype", "auto")), adapter)
     config = settings(model, backend, agent, **fields)
     cold, first = run(config, adapter)
@@ -137,13 +137,15 @@ def test_from_ems_equals_computed_with_an_adapter(model, agent, adapters, backen
 
 
 def test_blocks_come_back_from_ems_while_others_are_preempted(model, agent):
-    """Too few blocks: sequences are preempted, prefixes evicted and loaded again in one engine."""
+    """Too few blocks: one engine preempts sequences, evicts prefixes and loads them again."""
     want, _ = run(settings(model, "cpu", block_size=16))
     tight = settings(model, "cpu", agent, block_size=16, num_blocks=11, num_host_blocks=6, max_seq_len=176)
     num_preempted = num_loaded = 0
 
     def is_seen() -> bool:
-        """On a busy machine the pool's answers come late, and the sequences one by one: nobody is preempted then."""
+        """On a busy machine the pool's answers come late and sequences run one after the other; then none is
+        preempted.
+        """
         nonlocal num_preempted, num_loaded
         found, stats = run(tight)
         assert found == want
@@ -176,7 +178,7 @@ def test_a_restart_with_other_settings_misses_and_the_old_ones_still_find_theirs
 
 
 def test_a_change_of_the_weights_file_misses(model, agent, tmp_path):
-    """One number of one tensor, in a file of the same name, size and shape."""
+    """One number of one tensor differs, in a file of the same name, size and shape."""
     copy = shutil.copytree(model, tmp_path / "model")
     config = settings(copy, "cpu", agent, block_size=64)
     run(config)
@@ -194,7 +196,7 @@ def test_a_change_of_the_weights_file_misses(model, agent, tmp_path):
 
 
 def test_a_weights_file_that_is_replaced_while_it_is_loaded_is_refused(model, agent, tmp_path):
-    """The blocks would be named after the new weights and hold what the old ones computed."""
+    """The blocks would be named after the new weights but computed with the old ones."""
     copy = shutil.copytree(model, tmp_path / "model")
     config = settings(copy, "cpu", agent, block_size=64)
 

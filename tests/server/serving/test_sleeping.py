@@ -1,4 +1,4 @@
-"""Sleep: the weights out of memory and back, what happens to requests meanwhile, and what every route says of it."""
+"""Sleep: weights are released and loaded again, what happens to requests meanwhile, and what every route answers."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def states(server: FakeServer) -> dict[str, str]:
 def test_a_model_sleeps_refuses_and_wakes_with_the_same_answers(server: FakeServer):
     before = server.post("/v1/completions", GREEDY).json()["choices"][0]["text"]
     for level, state in (("1", "weights_offloaded"), ("2", "discard_all")):
-        for _ in range(2):  # the second time nothing happens
+        for _ in range(2):  # the second call has no effect
             assert server.post(f"/sleep?level={level}").status_code == 200
         assert is_sleeping(server)
         assert states(server) == {"awake": "0.0", "weights_offloaded": "0.0", "discard_all": "0.0"} | {state: "1.0"}
@@ -103,7 +103,7 @@ def ask(server: FakeServer, **fields: object) -> httpx.Response:
 
 
 def going_to_sleep(server: FakeServer, query: str, pool: ThreadPoolExecutor) -> "Future[httpx.Response]":
-    """The call, once requests are refused because of it."""
+    """A call of sleep, up to the moment at which requests are refused because of it."""
     asked = pool.submit(httpx.post, f"{server.url}/sleep{query}", timeout=120)
     until(lambda: server.client.get("/health").status_code == 503)
     return asked
@@ -111,7 +111,7 @@ def going_to_sleep(server: FakeServer, query: str, pool: ThreadPoolExecutor) -> 
 
 def test_what_runs_and_waits_is_finished_first_and_what_comes_is_refused():
     with fake_server(has_eos=False, step_s=0.005, max_link_num=1) as server, ThreadPoolExecutor(8) as pool:
-        running = [pool.submit(ask, server, max_tokens=60) for _ in range(3)]  # two of them wait for their turn
+        running = [pool.submit(ask, server, max_tokens=60) for _ in range(3)]  # two of them are queued
         until(lambda: server.admission.num_active == 3)
         asked = going_to_sleep(server, "?mode=wait", pool)
         late = ask(server)
@@ -134,7 +134,7 @@ def test_abort_ends_what_runs_with_what_it_has_also_for_who_waits_already():
         assert ask(server).status_code == 200
         unhurried = pool.submit(ask, server, max_tokens=60)
         until(lambda: server.engine.stats().num_running == 1)
-        assert server.post("/sleep").status_code == 200  # the hurry is over
+        assert server.post("/sleep").status_code == 200  # sleep no longer waits for anything
         assert unhurried.result().json()["usage"]["completion_tokens"] == 60
 
 
@@ -244,7 +244,7 @@ def test_the_ranks_end_and_others_come_back_with_their_adapters(tmp_path):
         assert answers() == before
         assert client.post("/v1/completions", json={**GREEDY, "model": "c"}).status_code == 404
         restarts = process.num_restarts()
-        os.kill(children(process).pop(), signal.SIGKILL)  # a crash after waking is mended as ever
+        os.kill(children(process).pop(), signal.SIGKILL)  # after waking, a crash is repaired as usual
         until(lambda: process.num_restarts() == restarts + 1)
         until(lambda: client.get("/health").status_code == 200, 60)
         assert answers() == before

@@ -33,7 +33,7 @@ def test_a_stream_ends_with_it(slow: FakeServer):
 
 
 def test_it_counts_from_the_requests_coming(slow: FakeServer):
-    """The second waits for the slot of the first, and for no longer than it may."""
+    """The second request waits for the slot of the first, and the time spent waiting counts."""
     with slow.client.stream(
         "POST", "/v1/completions", json={"prompt": "hi", "max_tokens": 1000, "stream": True}
     ) as first:

@@ -1,4 +1,6 @@
-"""Prompts that are too long are refused in the words that programs look for, and not tokenised when they cannot fit."""
+"""Prompts that are too long are refused with the messages that clients look for, and not tokenized if they cannot
+fit.
+"""
 
 import re
 from typing import Any
@@ -18,7 +20,7 @@ BIG = 4 << 20
 
 @pytest.fixture(scope="module")
 def strict():
-    """A context of 100 tokens of up to eight bytes; a longer text that is tokenised is a 500."""
+    """A context of 100 tokens of up to eight bytes; tokenizing a text that cannot fit is an error 500 here."""
     options = WireOptions(max_input_chars=BIG)
     with fake_server(tokenizer=StrictTokenizer(), max_seq_len=CONTEXT, max_body_bytes=BIG, options=options) as running:
         yield running

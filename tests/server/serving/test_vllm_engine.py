@@ -1,6 +1,6 @@
-"""kvloom's server over vLLM as its engine (docs/engines.md): what works, and what is refused, each by its name.
+"""kvloom's server over vLLM as its engine (docs/engines.md): what works, and what is refused by name.
 
-Over a vLLM whose tokens are known, and over vLLM itself (vllm_serving.py).
+Over a fake vLLM whose tokens are known, and over vLLM itself (tests/support/vllm/serving.py).
 """
 
 import json

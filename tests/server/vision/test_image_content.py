@@ -1,4 +1,4 @@
-"""Texts and images of messages on their way into a prompt, and prompts with images compared."""
+"""Texts and images of messages, how they become a prompt, and the comparison of prompts that contain images."""
 
 import asyncio
 import pickle

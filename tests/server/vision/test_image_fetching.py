@@ -1,4 +1,4 @@
-"""Images from other servers: which hosts and addresses, and what comes of what they answer (docs/security.md)."""
+"""Images fetched from other servers: allowed hosts and addresses, redirects, limits and errors (docs/security.md)."""
 
 import asyncio
 import socket
@@ -83,11 +83,11 @@ def test_an_entry_that_is_neither_name_nor_network_is_refused_by_name(entry):
         Settings({"models": [{"backend": "fake"}], "image_hosts": [entry]}).build()
 
 
-# -- fetching, from a server of this process
+# -- fetching from a server in this process
 
 
 def fetched(handler: Handler, url: str = "http://127.0.0.1:{port}/a", **more: object) -> ImageSource:
-    """`handler` is given the path of each request."""
+    """`handler` receives the path of each request."""
 
     async def main() -> ImageSource:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -199,7 +199,7 @@ def test_a_listed_name_and_network_together_reach_it():
 
 @pytest.fixture
 def leads_to(monkeypatch):
-    """Sets the addresses that names lead to: of the first time that one is asked for, and of the times after that."""
+    """Sets the addresses to which names resolve: on the first lookup of a name, and on later ones."""
 
     def lead(*times: list[str]) -> None:
         left = list(times)

@@ -1,4 +1,4 @@
-"""Images in every dialect that has a form for them, over vLLM; and what is no image, refused by name."""
+"""Images in every dialect that accepts them, over vLLM; invalid images are refused by name."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.support.servers import fake_server
 FAKE = Path(__file__).resolve().parents[2] / "support/vllm/fake"
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 WAIT_S = 120.0
-IMAGE_TOKENS = 4  # of 16 x 16 pixels, as the fake has it
+IMAGE_TOKENS = 4  # images of 16 x 16 pixels, as the fake expects
 RED, BLUE = png("red"), png("blue")
 
 
@@ -137,7 +137,7 @@ def test_prompt_logprobs_are_told_of_image_tokens_too(server):
 
 
 def test_a_large_image_is_read_elsewhere_and_streamed_as_it_is_whole(server):
-    data = os.urandom(40_000)  # behind the image's end, where nobody reads
+    data = os.urandom(40_000)  # after the image's end, where no decoder reads
     messages = [user(image(RED + data), text("What?"))]
     whole = said(chat(server, *messages))
     assert whole == said(chat(server, user(image(RED), text("What?"))))

@@ -1,4 +1,6 @@
-"""Arguments of a call that an end cut off: a whole message has of them what Anthropic's client reads of its stream."""
+"""Arguments of a tool call cut by the length limit: a whole message has what Anthropic's client parses from its
+stream.
+"""
 
 import json
 
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from kvloom.server.dialects.anthropic.cut_json import object_so_far
 from tests.support.lazily import lazily
 
-jiter = lazily("jiter")  # anthropic's client reads with it
+jiter = lazily("jiter")  # the parser of Anthropic's client
 
 TEXT = '{"a": [1, 2.5e3, {"b": "x\\u00e9\\"y", "c": null}, true], "d": {"e": -12, "f": {}}, "g": [], "h": "last" }'
 VALUES = st.recursive(

@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages over HTTP: the message, its events and their order, errors in Anthropic's own shape."""
+"""Anthropic's /v1/messages over HTTP: the message, its events and their order, errors in Anthropic's format."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ def ask(server: FakeServer, **fields: Any) -> Any:
 
 
 def stream(server: FakeServer, **fields: Any) -> list[dict[str, Any]]:
-    """Events by their data, whose names are those of the event lines."""
+    """The data of each event; the names in the data must equal those of the event lines."""
     response = server.post(PATH, body(stream=True, **fields))
     assert response.headers["content-type"].startswith("text/event-stream")
     found = []

@@ -1,4 +1,6 @@
-"""Ollama's chat and generate over HTTP: lines and whole answers, options, formats, tools and thinking."""
+"""Ollama's /api/chat and /api/generate over HTTP: streamed lines and whole answers, options, formats, tools,
+thinking.
+"""
 
 import json
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ DURATIONS = ("total_duration", "load_duration", "prompt_eval_duration", "eval_du
 
 @pytest.fixture(scope="module")
 def endless() -> Iterator[FakeServer]:
-    """Its answers end by their length only."""
+    """A server whose answers end at their length limit only."""
     with fake_server(has_eos=False) as running:
         yield running
 
@@ -223,7 +225,7 @@ def test_tools_are_called_with_objects_and_answered(hermes: FakeServer):
 
 
 class Said:
-    """As a ChatOutput: gives these events, a list for each delta."""
+    """Stands for a ChatOutput: returns these events, one list for each delta."""
 
     def __init__(self, *steps: list[ChatEvent]) -> None:
         self._steps = list(steps)
@@ -233,7 +235,7 @@ class Said:
 
 
 def test_calls_are_told_whole_one_by_one(monkeypatch: pytest.MonkeyPatch):
-    """The writer by itself: a fake model writes no calls of its own accord."""
+    """Tests the writer alone, because a fake model writes no tool calls by itself."""
     monkeypatch.setattr(shapes, "new_id", lambda: "0123456789")
     arguments = '{"city": "Bonn"}'
     output: Any = Said(

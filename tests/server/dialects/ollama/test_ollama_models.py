@@ -1,4 +1,4 @@
-"""What else Ollama's /api has: load requests, refusals and errors in its own shape, models, embeddings."""
+"""The other routes of Ollama's /api: load requests, refusals and errors in its format, models, embeddings."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support.wire.ollama import GREEDY, HELLO, error, lines, whole
 
 KEY = "kvl-0123456789abcdef0123456789abcdef"
 
-# -- load requests and what is refused
+# -- load requests and refusals
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_request_for_nothing_loads_or_unloads(server: FakeServer, path: str, b
     answer = server.post(path, {"model": MODEL, **body}).json()
     assert (answer["done"], answer["done_reason"]) == (True, reason)
     assert answer["message"] == {"role": "assistant", "content": ""} if "chat" in path else answer["response"] == ""
-    assert server.client.get("/api/ps").json()["models"][0]["name"] == f"{MODEL}:latest"  # the model stays
+    assert server.client.get("/api/ps").json()["models"][0]["name"] == f"{MODEL}:latest"  # the model stays loaded
 
 
 @pytest.mark.parametrize(

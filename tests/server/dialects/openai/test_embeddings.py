@@ -1,4 +1,4 @@
-"""/v1/embeddings over HTTP: inputs, forms of the answer, bounds, and what it shares with requests that generate."""
+"""/v1/embeddings over HTTP: inputs, encodings of the answer, limits, and running beside requests that generate."""
 
 import base64
 import threading
@@ -78,7 +78,7 @@ def test_fewer_dimensions_are_of_length_1_again(server: FakeServer):
 
 def test_the_mean_where_the_model_says_so(monkeypatch: pytest.MonkeyPatch):
     with pooling_server(monkeypatch, "mean") as server:
-        for _ in range(2):  # the second time its blocks are cached
+        for _ in range(2):  # the second time its blocks are in the prefix cache
             assert [entry["embedding"] for entry in embed(server, TEXTS)["data"]] == [truth(t, "mean") for t in TEXTS]
 
 

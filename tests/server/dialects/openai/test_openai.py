@@ -21,7 +21,7 @@ def chat_prompt(text: str) -> str:
 
 
 def events_of(response: Any) -> list[dict[str, Any]]:
-    """The JSON events of a stream that ends with [DONE]."""
+    """The JSON events of a stream, which must end with [DONE]."""
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
@@ -278,7 +278,7 @@ def test_unknown_keys_are_ignored(server: FakeServer):
 
 
 def test_any_model_name_is_served_by_the_default_model_under_its_own_name(server: FakeServer):
-    """The sample of spec 3.3.2.3.3 asks for gpt-3.5-turbo."""
+    """The sample of spec 3.3.2.3.3 requests gpt-3.5-turbo."""
     answer = server.post("/v1/chat/completions", {**CHAT, "model": "gpt-3.5-turbo"}).json()
     assert answer["model"] == MODEL
     assert server.post("/v1/chat/completions", {"messages": CHAT["messages"]}).status_code == 200

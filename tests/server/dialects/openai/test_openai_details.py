@@ -1,4 +1,4 @@
-"""What clients of OpenAI's and vLLM's servers look for beside the answer itself."""
+"""Details that clients of OpenAI's and vLLM's servers read beside the answer."""
 
 import json
 from typing import Any
@@ -110,7 +110,7 @@ def test_a_message_needs_a_role(server: FakeServer):
     assert refused(server.post("/tokenize", {"messages": [HI, {}]})) == (400, "messages[1].role")
 
 
-# -- what answers tell
+# -- further fields of answers
 
 
 def test_every_chunk_has_usage_where_it_is_wanted_from_the_role_on(server: FakeServer):
@@ -142,7 +142,7 @@ def test_an_empty_answer_has_no_content_type(server: FakeServer, path: str):
 
 
 def test_of_best_of_chats_those_of_the_highest_mean_log_probability_are_given_best_first(server: FakeServer):
-    """Of the mean, not the sum, which prefers short answers; these have lengths of their own."""
+    """The answers have different lengths: the sum instead of the mean would prefer short ones."""
     fields = {"max_tokens": 40, "seed": 4, "temperature": 1, "ignore_eos": False, "logprobs": True}
     every = ask(server, HI, n=16, **fields).json()["choices"]
     logprobs = [[token["logprob"] for token in choice["logprobs"]["content"]] for choice in every]
@@ -158,7 +158,7 @@ def test_best_of_is_at_least_n_and_cannot_be_streamed(server: FakeServer):
     assert refused(ask(server, HI, best_of=2, stream=True)) == (400, "best_of")
 
 
-# -- what conversations hold
+# -- contents of conversations
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_refusal_is_the_assistants_only(server: FakeServer):
     assert refused(ask(server, parts)) == (400, "messages[0].content[0]")
 
 
-# -- the last message goes on
+# -- the model continues the last message
 
 
 def _prompt(server: FakeServer, *messages: dict[str, Any], **fields: Any) -> str:

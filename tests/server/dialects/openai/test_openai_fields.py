@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's requests, one by one: each has its effect, or is refused by name."""
+"""Fields of OpenAI's and vLLM's requests: each one has its effect, or is refused by name."""
 
 import json
 from typing import Any

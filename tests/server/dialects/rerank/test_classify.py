@@ -1,4 +1,4 @@
-"""/classify over HTTP, and rerank and score by a classification head."""
+"""/classify over HTTP, and /rerank and /score with a classification head."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +18,7 @@ TEXTS = ["hello", "a longer text, of several blocks", "hello"]
 
 @contextmanager
 def classifier(num_labels: int, activation: str) -> Iterator[FakeServer]:
-    """A mock whose pooled numbers are its labels'."""
+    """A mock model whose pooled numbers are the scores of its labels."""
     make = FakeRunner.__init__
 
     def make_labels(self: FakeRunner, config: EngineConfig) -> None:

@@ -1,4 +1,6 @@
-"""/rerank and /score over HTTP: order, forms of the answer, bounds; a score is of the model's own yes and no."""
+"""/rerank and /score over HTTP: order, formats of the answer, limits; a score compares the model's "yes" with its
+"no".
+"""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""The file that responses are kept in: bounds, tenants, kill -9, another's file, a full disk."""
+"""The database of kept responses: limits, tenants, kill -9, a file of another program, a full disk."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def opened(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Database]]:
-    """Opens the same file again, after closing it."""
+    """Closes the store and opens its file again."""
     made: list[Database] = []
 
     def again(**limits: float) -> Database:
@@ -81,7 +81,7 @@ def test_tenants_do_not_see_each_other(opened: Callable[..., Database]):
     assert not database.set_body("b", "conversation", "c", b"2")
     assert (ids(database, "r"), database.item("a", "conversation", "c", "i")) == ("r", b"1")
     database.put(response("s", "b", parent="r"))
-    with pytest.raises(LookupError):  # another's response as a parent
+    with pytest.raises(LookupError):  # a response of another tenant as parent
         database.chain("b", "s", 1000)
 
 
@@ -91,7 +91,7 @@ def test_the_oldest_go_when_there_are_too_many(opened: Callable[..., Database], 
         database.put(response(name))
         clock.now_s += 1
     assert ids(database, "pqrs") == "qrs"
-    database.put(response("t", parent="q"))  # which uses q
+    database.put(response("t", parent="q"))  # which refers to q
     clock.now_s += 1
     database.put(response("u"))
     assert ids(database, "qrstu") == "qtu"
@@ -140,7 +140,7 @@ def test_a_chain_is_told_latest_first_and_says_who_is_missing(opened: Callable[.
     item = b'{"id":"in"}'
     assert database.chain("a", "r", 1000) == ([([item], b"x" * 10)] * 3, True)
     assert database.chain("a", "r", 40) == ([([item], b"x" * 10)], False)
-    assert database.chain("a", "s", 1000) == database.chain("a", "r", 1000)  # two go on from q
+    assert database.chain("a", "s", 1000) == database.chain("a", "r", 1000)  # two responses continue q
     database.delete("a", "response", "p")
     with pytest.raises(LookupError, match="p"):
         database.chain("a", "r", 1000)
@@ -269,5 +269,5 @@ def test_a_full_disk_is_told_and_what_was_kept_stays(tmp_path: Path):
 
 
 def _fill(database: Database) -> None:
-    """SQLite itself fails then as it does on a full disk."""
+    """Makes SQLite fail as it does on a full disk."""
     database._db.execute("PRAGMA max_page_count = 20").fetchall()

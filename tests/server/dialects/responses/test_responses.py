@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses over HTTP: the response object, its events and their order, structured output, refusals."""
+"""OpenAI's /v1/responses over HTTP: the response object, events and their order, structured output, refusals."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ def respond(server: FakeServer, input: Any = "hello", **fields: Any) -> Any:
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    """Events by their data, whose names are those of the event lines."""
+    """The data of each event; the names in the data must equal those of the event lines."""
     found = []
     for block in text.split("\n\n")[:-1]:
         name, data = block.split("\n")
@@ -125,7 +125,7 @@ def test_events_come_in_openais_order_and_build_the_response(server: FakeServer)
     whole = respond(server)
     for answer in (whole, final):
         del answer["id"], answer["created_at"], answer["output"][0]["id"]
-        del answer["usage"]["input_tokens_details"]  # the second time the prompt is cached
+        del answer["usage"]["input_tokens_details"]  # the second time the prompt is in the prefix cache
     assert whole == final
     assert [event["type"] for event in stream(server, max_output_tokens=500, ignore_eos=False)][-1] == (
         "response.completed"
@@ -173,7 +173,7 @@ def test_effort_reaches_the_template(monkeypatch: pytest.MonkeyPatch):
 def test_what_asks_for_less_than_this_server_does_is_told_back(server: FakeServer):
     answer = respond(server, max_tool_calls=3, service_tier="flex", truncation="auto")
     told = [answer[name] for name in ("max_tool_calls", "service_tier", "truncation")]
-    assert told == [3, "default", "auto"]  # there is one tier
+    assert told == [3, "default", "auto"]  # there is only one tier
 
 
 def test_verbosity_reaches_the_template(monkeypatch: pytest.MonkeyPatch):

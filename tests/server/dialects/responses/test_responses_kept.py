@@ -1,4 +1,4 @@
-"""/v1/responses and /v1/conversations with a store: kept, gone on from, listed, cancelled, deleted; and without one."""
+"""/v1/responses and /v1/conversations with a store (kept, continued, listed, cancelled, deleted), and without one."""
 
 import json
 from collections.abc import Iterator
@@ -186,7 +186,7 @@ def test_a_running_response_is_told_of_and_cancelled(store: ResponseStore):
     with fake_server(has_eos=False, step_s=0.01) as server, server.client.stream("POST", PATH, json=body) as response:
         lines = response.iter_lines()
         created = json.loads(next(line for line in lines if line.startswith("data: "))[6:])["response"]
-        assert server.post(f"{PATH}/{created['id']}/cancel").status_code == 200  # without a store too
+        assert server.post(f"{PATH}/{created['id']}/cancel").status_code == 200  # without a store as well
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
@@ -208,7 +208,7 @@ def test_what_a_client_leaves_behind_is_kept_as_it_is(tmp_path: Path, is_streame
 
 
 def until_found(store: ResponseStore) -> list[bytes]:
-    """Bodies of all entries, once there are any."""
+    """Polls until entries exist, then returns the bodies of all of them."""
 
     def read() -> list[bytes]:
         query = "SELECT body FROM entries"

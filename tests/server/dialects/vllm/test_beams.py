@@ -1,4 +1,4 @@
-"""Beam search: of every answer that is possible the likeliest, and vLLM's POST /generate over it."""
+"""Beam search returns the likeliest of all possible answers; vLLM's POST /generate uses it."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ from kvloom.server.serving.beams import Beams, BeamSearch, End, Hypothesis
 from tests.support.servers import FakeServer, fake_server
 
 EOS = 0
-Table = dict[tuple[int, ...], list[float]]  # log-probabilities of tokens 0, 1, 2 after so many
+Table = dict[tuple[int, ...], list[float]]  # log-probabilities of tokens 0, 1 and 2 after so many tokens
 
 
 def end_of(ids: tuple[int, ...]) -> End | None:
@@ -33,7 +33,7 @@ def searched(table: Table, beams: Beams, max_tokens: int, num_prompt: int = 1) -
 
 
 def every_answer(table: Table, max_tokens: int) -> dict[tuple[int, ...], float]:
-    """Their summed log-probabilities."""
+    """Every possible answer, with the sum of its log-probabilities."""
     found = {}
     for length in range(1, max_tokens + 1):
         for ids in itertools.product(range(3), repeat=length):
@@ -76,7 +76,7 @@ def test_every_answer_of_a_search_has_an_end(table: Table, width: int, early_sto
 
 
 def test_a_beam_that_begins_badly_may_end_best():
-    """Greedy takes 1 and then must pay; two beams see further."""
+    """Greedy takes token 1 and then only has unlikely tokens; two beams find the better answer."""
     table: Table = {(): [-9, -0.1, -0.2], (1,): [-5, -6, -7], (2,): [-0.1, -8, -9]}
     assert searched(table, Beams(1, 0.0), 2).best(1)[0].token_ids == (1, 0)
     assert searched(table, Beams(2, 0.0), 2).best(1)[0].token_ids == (2, 0)
@@ -98,7 +98,7 @@ def ask(server: FakeServer, **fields: Any) -> Any:
 
 
 def _oracle(prompt: str, width: int, max_tokens: int) -> list[str]:
-    """The same search over what the fake model says."""
+    """The same search over the fake model's log-probabilities."""
     ids, params = tuple(prompt.encode()), SamplingParams(temperature=0)
     search = BeamSearch(
         Beams(width), len(ids), max_tokens, lambda ids: None if ids[-1] < 256 else (FinishReason.EOS, None)

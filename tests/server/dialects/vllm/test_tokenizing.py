@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: the fields that vLLM's server has, of the right model."""
+"""/tokenize and /detokenize: the fields of vLLM's server, for the requested model."""
 
 import pytest
 
@@ -10,7 +10,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 class MarkingTokenizer(ByteTokenizer):
-    """Begins every text with a special token when asked to, as many models' do."""
+    """Begins every text with a special token if asked to, as the tokenizers of many models do."""
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return [EOS_ID] * add_special_tokens + super().encode(text, max_tokens=max_tokens)

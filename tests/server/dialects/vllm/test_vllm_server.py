@@ -1,4 +1,6 @@
-"""What vLLM's server tells of itself, its tokenizer and its prefix cache; the OpenAI routes without /v1."""
+"""The routes with which vLLM's server describes itself, its tokenizer and its prefix cache; OpenAI's routes without
+/v1.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def test_server_info_has_vllms_names_in_both_forms(server: FakeServer):
     assert info.keys() > {"vllm_config", "vllm_env", "system_env"}
     facts = server.client.get("/get_server_info").json()
     assert info.keys() - facts.keys() == {"vllm_config", "vllm_env", "system_env"}
-    assert {name: info[name] for name in facts} == facts  # by SGLang's names too
+    assert {name: info[name] for name in facts} == facts  # under SGLang's names as well
     config = info["vllm_config"]
     assert config["model_config"]["served_model_name"] == MODEL
     assert config["model_config"]["max_model_len"] == server.engine.max_seq_len
@@ -178,4 +180,4 @@ def test_no_route_of_another_protocol_is_taken(server: FakeServer):
     assert server.client.get("/v2/models/mock").json()["platform"] == "MindIE Server"
     paths = server.client.get("/openapi.json").json()["paths"]
     assert "/v1/chat/completions" in paths
-    assert "/chat/completions" not in paths  # described once
+    assert "/chat/completions" not in paths  # listed once in the description
