@@ -14,7 +14,7 @@ LIMIT_S = 120.0
 
 
 class PromptServer(uvicorn.Server):
-    """Ends when it is told to: uvicorn's own looks every tenth of a second, and gives connections another tenth."""
+    """A uvicorn server that stops at once when told to: uvicorn's own polls every 0.1 s and waits another 0.1 s."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -26,7 +26,7 @@ class PromptServer(uvicorn.Server):
             await self._waiting
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """What still runs is cancelled, as the loop ends."""
+        """Tasks that still run are cancelled when the loop ends."""
         for server in self.servers:
             server.close()
         for sock in sockets or []:
@@ -43,7 +43,7 @@ class PromptServer(uvicorn.Server):
 
 @contextmanager
 def in_thread(server: PromptServer, listener: socket.socket) -> Iterator[None]:
-    """Until the end."""
+    """Runs the server in a thread until the context ends."""
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
     thread.start()
     try:

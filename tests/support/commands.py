@@ -1,4 +1,4 @@
-"""Commands that say something and end, run in this process: what they print, and with which exit code."""
+"""Short-lived commands, run in this process: their output and exit code."""
 
 import contextlib
 import io
@@ -18,12 +18,12 @@ class Ended:
 
 
 def run_cli(*arguments: str) -> Ended:
-    """`kvloom` with these arguments."""
+    """Runs `kvloom` with these arguments."""
     return run_main(main, *arguments)
 
 
 def run_main(main: Callable[[], None], *arguments: str) -> Ended:
-    """The entry point `main` of a command."""
+    """Runs a command through its entry point `main`."""
     out, errors, code = io.StringIO(), io.StringIO(), 0
     patched = mock.patch.object(sys, "argv", ["command", *arguments])
     with patched, contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):

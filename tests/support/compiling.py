@@ -1,6 +1,6 @@
-"""C and C++ of the tests, compiled once: a file of this name, of these words, sources and headers, is there already.
+"""C and C++ programs of the tests, compiled once: kept under their name, command, sources and headers.
 
-Paths of the checkout are told to the compiler as they are within it: another checkout of the same files finds it too.
+The compiler gets paths relative to the checkout, so that another checkout with the same files finds the results.
 """
 
 import shutil
@@ -17,18 +17,22 @@ from tests.support.kept import kept
 from tests.support.waiting import is_locked_out, until
 
 ROOT = Path(__file__).parents[2]
-OURS = ("-DKVLOOM_", "-DGEWU_")  # macros of the sources; those of the system's headers are everywhere
+OURS = ("-DKVLOOM_", "-DGEWU_")  # macros of the sources; system headers define others
 
 
 def compiled(command: Sequence[str | Path], name: str, includes: Iterable[Path] = ()) -> Path:
-    """What `command` makes, with `-o` and a path of this name added to it. includes: what is read and is no header."""
+    """The result of `command`, run with `-o` and a path that ends in `name`. includes: files it reads that are no
+    headers.
+    """
     words = [str(word).replace(f"{ROOT}/", "") for word in command]
     causes = [repr(words).encode(), *(path.read_bytes() for path in (*_read_by(words), *includes))]
     return kept(causes, name, lambda path: subprocess.run([*words, "-o", str(path)], cwd=ROOT, check=True))
 
 
 def objects(command: Sequence[str | Path], sources: Iterable[Path]) -> list[Path]:
-    """One of each source. A macro is not defined for who does not use it, and shares its object with everybody else."""
+    """One object for each source. A macro is left out where the source does not use it, so that such objects are
+    shared.
+    """
     found = []
     for source in sources:
         text = source.read_text()
@@ -38,7 +42,9 @@ def objects(command: Sequence[str | Path], sources: Iterable[Path]) -> list[Path
 
 
 def units(command: Sequence[str | Path], sources: Sequence[Path]) -> list[Path]:
-    """As `objects`, of C++: those to which no macro is told are one, as their headers take longer than all the rest."""
+    """As `objects`, for C++: sources that use no macro are compiled as one unit, because their headers take most of
+    the time.
+    """
     told = [source for source in sources if any(f"#ifndef {word[2:]}" in source.read_text() for word in OURS)]
     others = [word for source in sources if source not in told for word in ("-include", source)]
     words = [word for word in map(str, command) if not word.startswith(OURS)]
@@ -46,7 +52,7 @@ def units(command: Sequence[str | Path], sources: Sequence[Path]) -> list[Path]:
 
 
 def cache_with(library: NativeLibrary, folder: Path) -> Path:
-    """A user's cache in `folder`, in which there is nothing but the library, as it has been compiled before."""
+    """A user's cache in `folder` that contains only the compiled library."""
     path = library.path()
     own = folder / "cache" / Path(*path.parts[-4:])  # kvloom, its name, its digest, its file
     own.parent.mkdir(parents=True)
@@ -55,7 +61,7 @@ def cache_with(library: NativeLibrary, folder: Path) -> Path:
 
 
 def hasty_compiler(folder: Path, command: str = "g++") -> Path:
-    """It without its optimiser, which takes longer than all the rest: what it makes is used, not measured."""
+    """A compiler without its optimizer, which takes most of the time; the results are only used, not measured."""
     path = folder / f"hasty-{command}"
     path.write_text(f'#!/bin/sh\nexec {command} "$@" -O0\n')
     path.chmod(0o755)
@@ -63,7 +69,7 @@ def hasty_compiler(folder: Path, command: str = "g++") -> Path:
 
 
 def _read_by(words: Sequence[str]) -> Iterator[Path]:
-    """Sources and objects among the words, and all headers beside them and in folders that are included."""
+    """Sources and objects in the command, and all headers beside them and in include folders."""
     folders = []
     for before, word in zip(["", *words], words, strict=False):
         path = ROOT / word.removeprefix("-I")
@@ -77,7 +83,7 @@ def _read_by(words: Sequence[str]) -> Iterator[Path]:
 
 
 def runs_for_two(owner: Any, compiler: str, ask: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> int:
-    """How often `owner` compiles what two threads ask for, the second while the first does."""
+    """How often `owner` compiles when two threads ask for the same library, the second while the first compiles."""
     runs: list[Path] = []
     other = threading.Thread(target=ask)
 

@@ -1,4 +1,4 @@
-"""Documents of config.json to begin with."""
+"""Documents of config.json for tests to start from."""
 
 import json
 import re

@@ -1,8 +1,8 @@
-"""Our own processes, forked from one that has imported what they need: that takes them longer than what a test asks.
+"""kvloom's processes, forked from a template process that has imported their modules: imports take most of their start.
 
-From `install` on, a Popen of Python with one of PROGRAMS is such a fork. It is a child of whoever asks for it, as ever,
-with the descriptors, folder, environment, limits and command line that it would have; only its modules are there.
-What is asked for in another way (Python's other options, variables that a process reads when it starts) is started.
+After `install`, a Popen of Python with one of PROGRAMS is such a fork. It is a child of the caller, as usual, with the
+requested descriptors, folder, environment, limits and command line; only its modules are loaded already. Everything
+else (other options of Python, variables that a process reads at its start) is started normally.
 """
 
 import atexit
@@ -31,7 +31,7 @@ from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
-# What may be forked, by module, file or text, and whether it starts such processes itself.
+# Programs that may be forked, by module, file or text, and whether they start such processes themselves.
 PROGRAMS = {
     "kvloom": True,
     "kvloom.cli": True,
@@ -47,7 +47,7 @@ PROGRAMS = {
     "from kvloom.tuning.engine_test import main; main()": True,
     str(ROOT / "examples/ems/ttft.py"): True,
 }
-# What they import, but for what only some do and takes long: torch, Ray.
+# The modules that they import, except large ones that only some need: torch, Ray.
 IMPORTED = (
     "uvloop",
     "kvloom.cli",
@@ -68,14 +68,14 @@ IMPORTED = (
     "kvloom.gewu.worker.main",
     "kvloom.gewu.prober.main",
 )
-WITH_TORCH = ("-X", "torch")  # before -m: of a process that has imported torch, too
+WITH_TORCH = ("-X", "torch")  # before -m: a process that has imported torch as well
 
 _READ_AT_START = ("PYTHON", "LD_", "OMP_", "OPENBLAS_", "MKL_", "MALLOC_", "LANG", "LC_", "TZ", "SSL_")
 _PR_SET_CHILD_SUBREAPER = 36
 MAX_MESSAGE_BYTES, MAX_DESCRIPTORS = 1 << 18, 200
 _COMMAND_LINE_BYTES = 4096
-_ABOVE = 512  # which no descriptor of a test's process has
-_OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # sent to all of a group; its own end comes otherwise
+_ABOVE = 512  # larger than any descriptor of a test's process
+_OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # whole groups get these; its own end comes otherwise
 _USUAL = {"executable": None, "close_fds": True, "shell": False, "gid": None, "gids": None, "uid": None, "umask": -1}
 _BE = "from tests.support.forks import be; be()"
 _LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
@@ -84,7 +84,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a process is to be. Its descriptors come with it: they are to have the numbers `targets`."""
+    """What a process is to run. Its descriptors are sent along and get the numbers `targets`."""
 
     argv: list[str]
     kind: tuple[str, ...]
@@ -104,7 +104,7 @@ class Asked:
 
 
 class Template:
-    """A process that forks, as its parent sees it. Any thread may ask; it ends with the parent."""
+    """A process that forks, as seen from its parent. Any thread may use it; it ends with the parent."""
 
     def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._sock, self._process = sock, process
@@ -113,7 +113,7 @@ class Template:
 
     @property
     def is_mine(self) -> bool:
-        """Not in a forked child, which is no parent of it."""
+        """False in a forked child, which is not the template's parent."""
         return os.getpid() == self._owner
 
     def fork(self, asked: Asked, descriptors: Sequence[int]) -> int:
@@ -125,7 +125,7 @@ class Template:
         return int(pid)
 
     def close(self) -> None:
-        """It ends; what it has forked runs on."""
+        """Ends the template; processes forked from it keep running."""
         self._sock.close()
         if self._process is not None:
             self._process.wait()
@@ -139,33 +139,32 @@ _beginning = threading.Lock()
 
 
 def install() -> None:
-    """From now on; undone by `remove`."""
+    """Takes effect from now on, until `remove`."""
     _environ.clear()
     _environ.update(os.environ)
     subprocess.Popen._execute_child = _fork_or_start  # type: ignore[attr-defined]
 
 
 def remove() -> None:
-    """What has been forked runs on."""
+    """Processes that were forked keep running."""
     subprocess.Popen._execute_child = _start  # type: ignore[attr-defined]
 
 
 def end() -> None:
-    """The templates of this process."""
+    """Ends the templates of this process."""
     while _templates:
         _templates.popitem()[1].close()
 
 
 def is_template(pid: int) -> bool:
-    """Whether it is the one of a process that has been forked."""
+    """Whether this is the template of a process that was itself forked."""
     return _BE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def fork(
     argv: Sequence[str], environ: dict[str, str], folder: str, numbers: Sequence[int], descriptors: Sequence[int]
 ) -> int | None:
-    """The process id of a child of this process, whose descriptors of these `numbers` are `descriptors`; None: it is
-    to be started."""
+    """The process id of a child of this process with `descriptors` under these `numbers`; None: start it normally."""
     usual = {**_USUAL, "start_new_session": False, "process_group": -1, "preexec_fn": None}
     asked = _asked({**usual, "args": argv, "env": environ, "cwd": folder, "pass_fds": ()})
     template = None if asked is None else _template(asked.kind)
@@ -173,7 +172,7 @@ def fork(
 
 
 def _fork_or_start(process: Any, *given: Any, **named: Any) -> None:
-    """In place of Popen's own method, which it calls for everything that is out of the ordinary."""
+    """Replaces Popen's own method, which it calls for everything out of the ordinary."""
     options = _parameters.bind(process, *given, **named).arguments
     asked = _asked(options)
     template = None if asked is None else _template(asked.kind)
@@ -191,7 +190,7 @@ def _fork_or_start(process: Any, *given: Any, **named: Any) -> None:
 
 
 def _asked(options: dict[str, Any]) -> Asked | None:
-    """None: it is to be started."""
+    """The request to fork; None: start it normally."""
     words = options["args"]
     argv = [words] if isinstance(words, str | bytes | os.PathLike) else [os.fspath(word) for word in words]
     kind = WITH_TORCH if tuple(argv[1:3]) == WITH_TORCH else ()
@@ -220,7 +219,7 @@ def _asked(options: dict[str, Any]) -> Asked | None:
 
 
 def _program(argv: Sequence[str]) -> str:
-    """The module, text or file of a command line of Python's."""
+    """The module, text or file on a command line of Python."""
     return "".join(argv[2:3]) if argv[1:2] in (["-m"], ["-c"]) else "".join(argv[1:2])
 
 
@@ -229,7 +228,7 @@ def _read_at_start(environ: dict[str, str]) -> dict[str, str]:
 
 
 def _template(kind: tuple[str, ...]) -> Template | None:
-    """Of this process, begun for the first who asks; None in a forked child, which could not adopt what it forks."""
+    """The template of this process, started on first use; None in a forked child, which could not adopt its forks."""
     with _beginning:
         if kind not in _templates:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -243,7 +242,7 @@ def _template(kind: tuple[str, ...]) -> Template | None:
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Inside, a process whose parent ends becomes a child of this one, if it is a descendant."""
+    """Within the context this process adopts descendants whose parent ends."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
@@ -255,7 +254,7 @@ def _adopting() -> Iterator[None]:
 
 
 def be() -> NoReturn:
-    """A template; in what it has forked, the program that was asked for. It does not return."""
+    """Runs a template; returns only in its forks by running the requested program, so never to the caller."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
     for name in (*IMPORTED, *(("kvloom.rank.torch_backend",) if tuple(sys.argv[2:4]) == WITH_TORCH else ())):
@@ -283,7 +282,7 @@ def be() -> NoReturn:
 
 
 def _offer(sock: socket.socket) -> tuple[Asked, list[int]]:
-    """In each child, what that is to become, and its descriptors. It ends when nobody can ask any more."""
+    """Waits for requests: receives each child's request and descriptors. Ends when nobody can send any more."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
         if not message:
@@ -304,7 +303,7 @@ def _offer(sock: socket.socket) -> tuple[Asked, list[int]]:
 
 
 def _become(asked: Asked, descriptors: Sequence[int]) -> None:
-    """As between fork and exec."""
+    """Does what happens between fork and exec."""
     above = max(_ABOVE, *asked.targets) + 1
     moved = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, above) for number in descriptors]
     for number in descriptors:
@@ -319,7 +318,7 @@ def _become(asked: Asked, descriptors: Sequence[int]) -> None:
         if resource.getrlimit(limit) != value:
             resource.setrlimit(limit, value)
     os.sched_setaffinity(0, asked.cores)
-    signal.pthread_sigmask(signal.SIG_SETMASK, asked.held_signals)  # this template's own are those of who asked first
+    signal.pthread_sigmask(signal.SIG_SETMASK, asked.held_signals)  # the template's own are those of its first user
     if asked.begins_session:
         os.setsid()
     if asked.group >= 0:
@@ -332,7 +331,7 @@ def _become(asked: Asked, descriptors: Sequence[int]) -> None:
 
 
 def _show(argv: Sequence[str]) -> None:
-    """The command line that others see of this process."""
+    """Sets the command line that others see for this process."""
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
     shown = b"\0".join(map(os.fsencode, argv))[: end - begin - 1]
     ctypes.memset(begin, 0, end - begin)
@@ -340,7 +339,7 @@ def _show(argv: Sequence[str]) -> None:
 
 
 def _run(argv: Sequence[str]) -> None:
-    """As Python does."""
+    """Runs the program as Python does."""
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
     text = _program(argv)
@@ -371,7 +370,9 @@ def _module(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _status(run: Callable[[], None]) -> int:
-    """As Python ends, but for freeing all that there is one by one, which takes longer than most have run."""
+    """The exit status as Python computes it, without freeing all objects one by one, which would take most of the
+    time.
+    """
     status = 0
     try:
         run()

@@ -1,4 +1,4 @@
-"""Images for requests, and what may stand in their place."""
+"""Images for requests, and invalid data in their place."""
 
 import base64
 import io
@@ -15,7 +15,7 @@ def png(colour: str = "red", size: tuple[int, int] = (16, 16), kind: str = "PNG"
 
 
 def huge_png(side: int = 20_000) -> bytes:
-    """Its head says so many pixels a side; there are none."""
+    """A PNG whose header claims this many pixels a side, without any image data."""
     head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
 
     def chunk(name: bytes, data: bytes) -> bytes:

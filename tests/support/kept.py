@@ -1,5 +1,5 @@
-"""What is long in the making and the same for all: made once, by the first process that wants it, and kept in the
-user's cache, where other checkouts and later runs find it. What none has asked for in a week goes.
+"""Results that take long to compute: made once, by the first process that needs them, and kept in the user's cache
+for other checkouts and later runs. Entries that were not used for a week are deleted.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ KEPT_S = 7 * 86400
 
 
 def kept(causes: Iterable[bytes], name: str, make: Callable[[Path], object]) -> Path:
-    """The file or folder of this name that `make` lays down at a path, of all that it depends on."""
+    """The file or folder `name` that `make` creates at a given path; `causes` are all the inputs that it depends on."""
     digest = hashlib.sha256()
     for cause in causes:
         digest.update(len(cause).to_bytes(8, "little") + cause)
@@ -26,7 +26,7 @@ def kept(causes: Iterable[bytes], name: str, make: Callable[[Path], object]) -> 
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             part = target.with_suffix(".part")
-            shutil.rmtree(part, ignore_errors=True)  # of a run that was ended meanwhile
+            shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while making it
             make(part)
             part.rename(target)
             _forget_old()

@@ -1,4 +1,4 @@
-"""Large libraries that few tests use: every process that collects the tests would load them, and most need none."""
+"""Lazy imports of large libraries: every process collects all tests, but few tests need these libraries."""
 
 import importlib.util
 from importlib import import_module
@@ -6,17 +6,17 @@ from typing import Any
 
 
 class Lazily:
-    """A module that is loaded when something is first taken from it.
+    """A module that is imported on its first attribute access.
 
-    importlib's LazyLoader would not do: pytest looks for marks on all that a test's module has, which loads what that
-    one makes.
+    importlib's LazyLoader is not enough: pytest looks for marks on every object in a test module, which would import
+    the library.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # as pytest asks of everything that it finds
+        if name.startswith("_"):  # pytest looks for these on everything that it collects
             raise AttributeError(name)
         return getattr(import_module(self._name), name)
 

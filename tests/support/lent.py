@@ -1,6 +1,6 @@
-"""Programs that a shell or a C++ program starts, and in place of which a process is forked, as those of forks.py are.
+"""Programs that a shell or a C++ program starts, which are replaced by forks as in forks.py.
 
-One asks this process for it, passes signals on, and ends as it does; ends it by force, that one ends too.
+The program asks this process for a fork, passes signals on, and exits with its status; if it is killed, so is the fork.
 """
 
 import atexit
@@ -43,7 +43,7 @@ sys.exit(status)
 
 
 def lend(path: Path, *words: str) -> Path:
-    """A program at `path` that runs Python with `words`, one of forks.PROGRAMS, and what it is given itself."""
+    """Creates a program at `path` that runs Python with `words` (one of forks.PROGRAMS) and its own arguments."""
     path.write_text(_PROGRAM.format(python=sys.executable, where=_listening(), words=words))
     path.chmod(0o700)
     return path
@@ -51,7 +51,7 @@ def lend(path: Path, *words: str) -> Path:
 
 @functools.cache
 def _listening() -> str:
-    """Until this process ends."""
+    """Accepts such programs until this process ends."""
     folder = tempfile.mkdtemp(prefix="kvloom-lent-")
     atexit.register(shutil.rmtree, folder)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -81,7 +81,7 @@ def _run(asking: socket.socket) -> None:
 
 
 def _follow(asking: socket.socket, pid: int) -> None:
-    """Until one of both has ended."""
+    """Waits until one of the two processes has ended."""
     process = os.pidfd_open(pid)
     while process not in select.select([asking, process], [], [])[0]:
         said = asking.recv(1)
@@ -90,5 +90,5 @@ def _follow(asking: socket.socket, pid: int) -> None:
             break
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.close(process)
-    with contextlib.suppress(OSError):  # it was ended by force
+    with contextlib.suppress(OSError):  # it was killed
         asking.send(str(status).encode())

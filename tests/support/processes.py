@@ -26,7 +26,7 @@ class ServeProcess:
     lines: list[str] = field(default_factory=list)
 
     def rank_pid(self) -> int:
-        """The model process: the one child of the server."""
+        """The model process: the only child of the server."""
         with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
             children = file.read().split()
         for task in os.listdir(f"/proc/{self.process.pid}/task"):
@@ -35,12 +35,14 @@ class ServeProcess:
         return next(pid for pid in map(int, children) if not is_template(pid))
 
     def num_restarts(self) -> int:
-        """Of the model process, since the server began: a restart may be over before anybody has seen it under way."""
+        """Restarts of the model process since the server began; polling the process itself could miss a short
+        restart.
+        """
         text = httpx.get(f"{self.url}/metrics", timeout=120).text
         return sum(int(float(count)) for count in re.findall(r"^model_restarts_total\S* (\S+)$", text, re.MULTILINE))
 
     def stop(self, limit_s: float = WAIT_S) -> None:
-        """As its user would, so that what it has started ends with it."""
+        """Stops it as a user would, so that its child processes end with it."""
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(limit_s)
 
@@ -55,14 +57,14 @@ class ServeProcess:
 
 @contextmanager
 def serve(*arguments: str, limit_s: float = WAIT_S) -> Iterator[ServeProcess]:
-    """Run `kvloom serve` until it says where it serves; killed at the end."""
+    """Runs `kvloom serve` until it prints its address; killed at the end."""
     with serving([*CLI, "serve", "--port", "0", *arguments], limit_s) as running:
         yield running
 
 
 @contextmanager
 def serving(command: Sequence[str], limit_s: float = WAIT_S, **environment: str) -> Iterator[ServeProcess]:
-    """Any command that ends by serving."""
+    """Any command that starts a server."""
     both = {**os.environ, **environment}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=both)
     running = ServeProcess(process)
@@ -70,7 +72,7 @@ def serving(command: Sequence[str], limit_s: float = WAIT_S, **environment: str)
     reader.start()
     try:
         until(lambda: bool(running.url) or process.poll() is not None, limit_s)
-        if not running.url:  # it has ended; what it said may still be on its way
+        if not running.url:  # it has ended; its output may still be on the way
             reader.join(limit_s)
         assert running.url, "\n".join(running.lines)
         yield running

@@ -49,8 +49,9 @@ LIMIT_S = 120.0
 
 
 class FakeExecutor(InProcessExecutor):
-    """As ranks are restarted: a new runner that knows nothing. `failing`: what a restart raises, once; `dies`: the next
-    step is not survived."""
+    """Restarts as ranks do: with a new, empty runner. `failing`: raised once by a restart; `dies`: the next step
+    kills it.
+    """
 
     def __init__(self, make: Callable[[], FakeRunner]) -> None:
         super().__init__(make())
@@ -80,7 +81,7 @@ class FakeServer:
 
     @property
     def executor(self) -> FakeExecutor:
-        """The fake model's."""
+        """The executor of the fake model."""
         if not isinstance(self.engine._executor, FakeExecutor):
             pytest.skip("does something to the fake model")
         return self.engine._executor
@@ -101,11 +102,11 @@ class FakeServer:
         return self.post("/v1/completions", {"model": MODEL, "prompt": prompt, **fields})
 
     def num_begun(self) -> int:
-        """How many answers have a first token, as the service counts them."""
+        """How many answers have their first token, according to the service."""
         return self.health.models.default.meter.first_token.count
 
     def leave(self, path: str, body: object, when: Callable[[], bool] | None = None) -> None:
-        """Ask, and go away without an answer when that has become true, else when the first token is there."""
+        """Sends a request and disconnects without its answer once the condition holds, or at its first token."""
         begun = self.num_begun()
         host, port = self.url.removeprefix("http://").split(":")
         leaving = http.client.HTTPConnection(host, int(port), timeout=LIMIT_S)
@@ -134,11 +135,11 @@ def fake_server(
     wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     **config: object,
 ) -> Iterator[FakeServer]:
-    """All `names` are served by one engine; without `has_eos` answers end by their length only.
+    """All `names` are served by one engine; without `has_eos` answers end at their length only.
 
-    `keys`: API keys, one of which is asked for; `policy`: which pages may ask; `wrap`: what stands before the app.
-    `config` goes into EngineConfig, `card` into ModelCard. Requests without a seed draw what they drew the last time,
-    unless `seed` is None: one token in 97 ends an answer.
+    `keys`: API keys, one of which every request needs; `policy`: origins of pages that may call; `wrap`: middleware
+    around the app. `config` goes into EngineConfig, `card` into ModelCard. Requests without a seed
+    repeat their answers, unless `seed` is None: one token in 97 ends an answer, so that random ones differ in length.
     """
     tokenizer = tokenizer or ByteTokenizer()
     if not has_eos:
@@ -178,7 +179,7 @@ def fake_server(
 
 
 def greedy_answer(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """What the model says, wherever it computes."""
+    """The model's answer, whichever engine computes it."""
     if OVER_VLLM:
         found: list[int] = import_module("tests.support.models.chained_llama").chained_answer(prompt_ids, num_tokens)
         return found
@@ -186,7 +187,7 @@ def greedy_answer(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def _engine(config: EngineConfig, shape: EngineConfig, tokenizer: ByteTokenizer) -> EngineThread:
-    """`shape`: of the fake model; of vLLM only its length."""
+    """`shape`: of the fake model; vLLM only uses its length."""
     if OVER_VLLM:
         lend = import_module("tests.support.vllm.hosts").vllm_engine
         return EngineThread(*lend(replace(config, max_seq_len=shape.max_seq_len), tokenizer))

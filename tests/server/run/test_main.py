@@ -87,7 +87,7 @@ def test_it_says_that_it_is_ready_and_prints_a_curl_line_that_works():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_running_requests_finish_and_the_server_exits_0(number):
-    reset = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); from kvloom.cli import main; main()"  # nohup does this
+    reset = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); from kvloom.cli import main; main()"  # nohup
     command = [CLI[0], "-c", reset, "serve", *MOCK, "--grace", "20", "--port", "0"]
     with serving(command) as server:
         body = {**BODY, "max_tokens": 1500, "stream": True}

@@ -1,4 +1,4 @@
-"""C++ programs against libkvloom_engine.so: compiled, and run with a host of a test's choice."""
+"""C++ programs against libkvloom_engine.so: compiled, and run with a host that the test chooses."""
 
 import json
 import os
@@ -17,20 +17,20 @@ PROGRAMS = Path(__file__).parents[2] / "engine" / "api" / "cpp"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "engine_api.cpp"
 HEADERS = LIBRARY.include / "kvloom_engine"
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-pedantic")
-QUICK = ("-g1", "-O0")  # lines, which sanitizers name, and no variables
+QUICK = ("-g1", "-O0")  # line numbers, which sanitizers print, but no variables
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 THREAD_SANITIZER = ("-fsanitize=thread",)
 
 
 def write_config(folder: Path, **schedule: int) -> Path:
-    """A config.json of the mock model; `schedule`: other values of its ScheduleParam."""
+    """A config.json of the mock model; `schedule` overrides values of its ScheduleParam."""
     document = mock_document()
     document["ScheduleParam"] |= schedule
     return _write(folder, document)
 
 
 def write_real_config(folder: Path, model: Path) -> Path:
-    """One of a model's files."""
+    """A config.json of a model's files."""
     document = mock_document()
     deployed = document["ModelDeployParam"]["ModelParam"][0]
     deployed |= {"modelInstanceType": "Standard", "modelName": "real", "modelWeightPath": str(model)}
@@ -45,7 +45,7 @@ def _write(folder: Path, document: dict[str, Any]) -> Path:
 
 
 def write_host(path: Path, *command: str) -> Path:
-    """A program that stands for the host: `command`, and its number of the socket; its process id is in PATH.pid."""
+    """A program in place of the host: runs `command` with its socket's number; writes its process id to PATH.pid."""
     words = " ".join(shlex.quote(word) for word in command)
     path.write_text(f'#!/bin/sh\necho $$ > "$0.pid"\nexec {words} "$@"\n')
     path.chmod(0o700)
@@ -61,7 +61,7 @@ def real_host(folder: Path) -> Path:
 
 
 def compile_program(source: Path, *flags: str) -> Path:
-    """Linked with the library, as strictly as C++11 is."""
+    """A program linked with the library, compiled with strict C++11 warnings."""
     lib = LIBRARY.path()
     command = ["c++", "-std=c++11", *QUICK, *WARNINGS, f"-I{HEADERS}", *flags, source]
     return compiled(
@@ -70,7 +70,7 @@ def compile_program(source: Path, *flags: str) -> Path:
 
 
 def compile_example() -> Path:
-    """examples/engine_api.cpp, which includes the headers of the document's program too."""
+    """examples/engine_api.cpp, which also includes the headers of the document's program."""
     return compile_program(EXAMPLE, "-idirafter", str(HEADERS / "sample"))
 
 
@@ -83,7 +83,7 @@ def compile_sanitized(source: Path, *flags: str) -> Path:
 
 
 def run_program(program: Path, host: Path, *arguments: str, timeout_s: float = 100, **environ: str) -> str:
-    """It must succeed. Returns what it printed."""
+    """Runs a program, which must succeed. Returns its output."""
     done = subprocess.run(
         [str(program), *arguments],
         env={**os.environ, "KVLOOM_ENGINE_HOST": str(host), **environ},

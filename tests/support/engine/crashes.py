@@ -1,4 +1,4 @@
-"""Engines over the fake model whose ranks die: at a step of a test's choice, or of a request that is poison."""
+"""Engines over the fake model whose ranks die: at a chosen step, or whenever they compute a poisonous request."""
 
 import threading
 from collections.abc import Callable, Container, Sequence
@@ -26,19 +26,20 @@ def spares(batch: Batch) -> bool:
 
 
 class MortalExecutor(InProcessExecutor):
-    """Calls to a dead rank raise RankDied until `restart`. `kills`: whether a step does; what steps before it brought
-    is heard. Every other time a step may still be sent to a rank that has died in the one before."""
+    """Calls to a dead rank raise RankDied until `restart`. `kills`: whether a step kills it; results of earlier
+    steps still arrive. Every other time the step after the fatal one can still be sent.
+    """
 
     def __init__(self, make: Callable[[], Runner], kills: Kills = spares, max_submitted: int = 1) -> None:
         super().__init__(make(), max_submitted)
         self._make = make
         self.kills = kills
-        self.took: Callable[[Batch], float] | None = None  # what a step is said to have taken; None = as it did
+        self.took: Callable[[Batch], float] | None = None  # the time that a step reports; None = its real time
         self.is_dead = self.is_silent = self.has_lost_all = False
         self.batches: list[Batch] = []
 
     def die(self) -> None:
-        """Between two calls, or from any thread; what steps under way bring is lost."""
+        """Kills the rank between two calls, from any thread; results of steps under way are lost."""
         self.is_dead = self.has_lost_all = True
 
     def submit(self, batch: Batch) -> None:
@@ -80,7 +81,9 @@ class MortalExecutor(InProcessExecutor):
 def mortal_engine(
     kills: Kills = spares, stored: dict[bytes, list[int]] | None = None, **fields: Any
 ) -> tuple[Engine, MortalExecutor]:
-    """A small one; `fields` of EngineConfig. With `stored`, blocks by key, there is an outer KV tier of these."""
+    """A small engine with `fields` of EngineConfig. With `stored`, blocks by key, it has an outer KV tier that keeps
+    them.
+    """
     sizes = {"num_blocks": 64, "block_size": 4, "max_seq_len": 64, "seed": 5}
     tier = None if stored is None else TierConfig("tests.support.engine.tiers:FakeTier", timeout_s=1.0)
     config = EngineConfig(backend="fake", kv_tier=tier, **{**sizes, **fields})
@@ -97,7 +100,7 @@ def mortal_engine(
 
 
 def step(engine: Engine, executor: MortalExecutor) -> list[Delta]:
-    """A step, or a crash and what comes of it."""
+    """Runs a step, or handles a crash."""
     deltas: list[Delta] = []
     try:
         deltas += engine.start_step()
@@ -114,7 +117,7 @@ def step(engine: Engine, executor: MortalExecutor) -> list[Delta]:
 def run_through(
     engine: Engine, executor: MortalExecutor, *requests: Request, max_steps: int = 10_000
 ) -> dict[str, list[Delta]]:
-    """Deltas by request, however often the rank dies."""
+    """Runs until nothing is left, however often the rank dies; deltas by request."""
     found: dict[str, list[Delta]] = {request.id: [] for request in requests}
     for request in requests:
         engine.add(request)
@@ -127,7 +130,7 @@ def run_through(
 
 
 def at_steps(numbers: Container[int], counts: Kills = lambda batch: bool(batch.work)) -> Kills:
-    """Kills at the steps of these numbers, of those that count: by default those that compute. Over all ranks."""
+    """Kills at the steps of these numbers, counted over all ranks; by default only steps that compute count."""
     num_steps = 0
 
     def kills(batch: Batch) -> bool:
@@ -139,7 +142,7 @@ def at_steps(numbers: Container[int], counts: Kills = lambda batch: bool(batch.w
 
 
 class ShyExecutor(MortalExecutor):
-    """Comes back from the dead when `may_return` is set; each of `refusals` is raised before, once."""
+    """Restarts when `may_return` is set; before that each of `refusals` is raised once."""
 
     def __init__(self, make: Callable[[], Runner]) -> None:
         super().__init__(make)
@@ -184,7 +187,7 @@ THOUGHTFUL = replace(GREEDY, reasoning_end="zz", max_reasoning_tokens=2, max_tok
 
 
 def piece(request: Request, part: slice) -> str:
-    """Of its greedy answer."""
+    """A piece of the request's greedy answer."""
     return bytes(truth(request, 9)[part]).decode()
 
 
@@ -228,7 +231,7 @@ ENGINES = {
 
 
 def said(deltas: Sequence[Delta]) -> tuple[object, ...]:
-    """All that a client learns, however it is cut into deltas."""
+    """Everything that a client learns, independent of how it is split into deltas."""
     logprobs = [value for delta in deltas for value in delta.logprobs]
     scores = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
     last = deltas[-1]

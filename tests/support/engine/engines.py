@@ -16,23 +16,23 @@ def fake_runner(num_blocks: int, block_size: int, max_seq_len: int = 2048, num_h
 def fake_engine(
     num_blocks: int = 64, block_size: int = 4, max_seq_len: int = 64, num_host_blocks: int = 0, **config: object
 ) -> Engine:
-    """An engine whose answers `fake_answer` knows."""
+    """An engine whose answers `fake_answer` computes."""
     return engine_over(fake_runner(num_blocks, block_size, max_seq_len, num_host_blocks), **config)
 
 
 def engine_over(runner: Runner, **config: object) -> Engine:
-    """An engine over the fake model of `runner`; it runs ahead unless `config` says that it does not."""
+    """An engine over the fake model of `runner`; it plans steps ahead unless `config` says otherwise."""
     sizes = EngineConfig(backend="fake", **config)
     return Engine(sizes, in_process(runner, sizes), ByteTokenizer())
 
 
 def in_process(runner: Runner, config: EngineConfig) -> InProcessExecutor:
-    """Takes as many steps at once as rank processes do."""
+    """An executor in this process that takes as many steps at once as rank processes do."""
     return InProcessExecutor(runner, max_submitted(config))
 
 
 def run_all(engine: Engine, *requests: Request, max_steps: int = 10_000) -> dict[str, list[Delta]]:
-    """Add the requests, step until nothing is left, check invariants at each step; deltas by request."""
+    """Adds the requests and steps until nothing is left, checking invariants after each step; deltas by request."""
     for request in requests:
         engine.add(request)
     return drain(engine, max_steps)

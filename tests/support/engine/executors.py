@@ -1,4 +1,4 @@
-"""Models opened as a server does: one rank in this process, several in theirs."""
+"""Models opened as a server opens them: one rank in this process, several in rank processes."""
 
 import sys
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ FORKED = (sys.executable, *WITH_TORCH, "-m", "kvloom.rank.main")
 
 @contextmanager
 def opened(config: EngineConfig) -> Iterator[Executor]:
-    """The ranks of `config`, by default forked; no token ends an answer by itself."""
+    """The ranks of `config`, forked by default; no end token ends an answer."""
     if config.world_size > 1:
         executor = RankExecutor(FORKED, config, list)
         try:
@@ -27,7 +27,7 @@ def opened(config: EngineConfig) -> Iterator[Executor]:
             executor.close()
         return
     runner = open_runner(config, [], lambda done, total: None)
-    torch.set_num_threads(1)  # the reference takes every core, where other tests run beside
+    torch.set_num_threads(1)  # the reference backend would use all cores, while other tests run
     try:
         yield in_process(runner, config)
     finally:

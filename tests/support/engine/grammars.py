@@ -1,4 +1,4 @@
-"""Whether a text is of a grammar, as the engine's guides have it."""
+"""Checks a text against a grammar with the engine's guides."""
 
 from kvloom.contract.request import SamplingParams
 from kvloom.rank.fake import EOS_ID, VOCAB_SIZE, ByteTokenizer

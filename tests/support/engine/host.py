@@ -1,4 +1,4 @@
-"""Engine hosts that do as their script says: `python host.py SCRIPT FD`. Knows the wire by itself."""
+"""Engine hosts that follow a script: `python host.py SCRIPT FD`. Implements the wire protocol independently."""
 
 import os
 import signal
@@ -12,13 +12,13 @@ OK, INVALID_ARG = 0, 2
 
 
 class Library:
-    """The other side."""
+    """The library's end of the connection."""
 
     def __init__(self, fd: int) -> None:
         self._sock = socket.socket(fileno=fd)
 
     def receive(self) -> tuple[str, bytes]:
-        """Letter and fields. Ends the process when the library has gone."""
+        """The letter and the fields of a message. Ends the process when the library has disconnected."""
         (length,) = struct.unpack("=I", self._read(4))
         message = self._read(length)
         return chr(message[0]), message[1:]
@@ -44,7 +44,7 @@ class Library:
         self.send("a", body + struct.pack(f"=I{len(values)}Q", len(values), *values))
 
     def respond(self, request: bytes, flag: int, *ids: int) -> None:
-        """`request`: the fields of its R."""
+        """Sends an answer; `request` are the fields of its R message."""
         self.send("e", request[4:12] + struct.pack(f"=BII{len(ids)}q", flag, 0, len(ids), *ids))
 
     def open(self) -> None:
@@ -52,14 +52,14 @@ class Library:
         self.answer(self.expect("I"), values=(4,))
 
     def begin(self) -> bytes:
-        """Load, and accept a request, which is returned."""
+        """Answers the load, then accepts and returns a request."""
         self.open()
         request = self.expect("R")
         self.answer(request)
         return request
 
     def serve(self) -> None:
-        """Accept requests, answer one token to each, and calls."""
+        """Accepts requests, answers each with one token, and answers calls."""
         while True:
             letter, fields = self.receive()
             if fields[:4] != bytes(4):
@@ -124,7 +124,7 @@ def dies_unanswered(library: Library) -> None:
 
 
 def responds_and_dies(library: Library) -> None:
-    """Before it has answered the call."""
+    """Exits before it answers the call."""
     library.open()
     library.respond(library.expect("R"), CONTINUE, 5)
     sys.exit(5)
@@ -144,7 +144,7 @@ def ends_twice(library: Library) -> None:
 
 
 def answers_late(library: Library) -> None:
-    """When the library has given the request up, which it says."""
+    """Answers after the library has given the request up and said so."""
     library.open()
     request = library.expect("R")
     stop = library.expect("S")
@@ -162,7 +162,7 @@ def few_quotas(library: Library) -> None:
 
 
 def breaks(message: bytes) -> Callable[[Library], None]:
-    """A script that accepts a request, then sends what is no message."""
+    """A script that accepts a request, then sends bytes that are no message."""
 
     def script(library: Library) -> None:
         library.begin()

@@ -1,4 +1,4 @@
-"""Texts as they were before Marks."""
+"""Texts with the marks removed."""
 
 from kvloom.engine.text.marks import Marks
 

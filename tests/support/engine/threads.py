@@ -1,4 +1,4 @@
-"""Engines on their thread, over the fake model in a rank process, and who reads from them."""
+"""EngineThreads over the fake model in a rank process, and their readers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -25,7 +25,7 @@ def with_engine(
     executor: Executor | None = None,
     **fields: object,
 ) -> None:
-    """Run `body` against an engine with the fake model in a rank process, or with `executor`."""
+    """Runs `body` against an engine with the fake model in a rank process, or with `executor`."""
 
     async def main() -> None:
         config = EngineConfig(backend="fake", **{"num_blocks": 64, "fake_step_s": 0.002, **fields})

@@ -1,4 +1,4 @@
-"""Outer KV tiers in this process, for FakeRunner: one that works, slowly or badly, as planned."""
+"""Outer KV tiers in this process, for FakeRunner: working, slow or failing, as the test chooses."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ GARBAGE = -77
 
 @dataclass(eq=False)
 class FakeTier:
-    """Keeps blocks of a FakeRunner by key. `delay` polls pass before a transfer is carried out, in one go (a save: so
-    many more as `save_delay` says).
+    """Keeps blocks of a FakeRunner by key. A transfer is carried out as a whole after `delay` polls (a save: after
+    `save_delay` more).
 
-    `finds(asked)`: how many of the stored blocks a load finds; the rest of its blocks are filled with garbage.
-    `reports(moved)`: what poll says of finished transfers.
+    `finds(asked)`: how many of the stored blocks a load finds; the other blocks are filled with garbage.
+    `reports(moved)`: what poll returns for finished transfers.
     """
 
     memory: KvMemory
@@ -72,7 +72,7 @@ class FakeTier:
             view[block, slot, i] = GARBAGE if values is None else values[index]
 
     def _numbers(self) -> Iterator[tuple[Any, int, int]]:
-        """Where a block's numbers are: the tensor, the token, the index."""
+        """The index of a block's numbers: tensor, token, number."""
         for view in (view for layer in self.memory.layers for view in layer):
             yield from ((view, slot, i) for slot in range(view.shape[1]) for i in range(view.shape[2]))
 
@@ -88,7 +88,9 @@ class Clock:
 def tiered_engine(
     stored: dict[bytes, list[int]] | None = None, num_blocks: int = 64, block_size: int = 4, **fields: Any
 ) -> tuple[Engine, FakeTier, Clock]:
-    """An engine over the fake model with a FakeTier on `stored`, its bytes watched; `fields` are the engine's."""
+    """An engine over the fake model with a FakeTier on `stored` and checksums of its blocks; `fields` are of
+    EngineConfig.
+    """
     runner = fake_runner(num_blocks, block_size, fields.pop("max_seq_len", 64))
     watch = Watch(runner.kv_memory(""))
     tier = FakeTier(watch.memory, {} if stored is None else stored)

@@ -22,7 +22,7 @@ DEMO_MODEL = "/data/storage/el2/base/files/qwen2-awq"  # fixed in the specificat
 
 
 def make_model(folder: Path, num_bytes: int = 1000, **config: Any) -> Path:
-    """A folder that passes for a model of `num_bytes` (sparse) with the fake engine."""
+    """A folder that the fake engine accepts as a model of `num_bytes` (a sparse file)."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     with (folder / "model.safetensors").open("wb") as file:
@@ -31,7 +31,7 @@ def make_model(folder: Path, num_bytes: int = 1000, **config: Any) -> Path:
 
 
 class Environment(Protocol):
-    """What an app is started with, to find a service."""
+    """The environment with which an app finds a service."""
 
     environ: dict[str, str]
 
@@ -68,7 +68,7 @@ class DaemonProcess:
         self.process.wait()
 
     def freeze(self) -> None:
-        """Stop the process, so that it answers nothing, until it may go on."""
+        """Stops the process with SIGSTOP, so that it answers nothing until `thaw`."""
         self.process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
@@ -98,7 +98,7 @@ def compile_c(source: Path, *flags: str, compiler: str = "cc") -> Path:
 
 
 def compile_demo(*flags: str) -> Path:
-    """The specification's demo, unchanged, and a main that runs it as often as its argument says."""
+    """The specification's demo, unchanged, with a main that runs it as often as its argument says."""
     return compile_c(ABI / "demo_main.cpp", str(ABI / "demo.cpp"), "-O0", *flags, compiler="c++")
 
 
@@ -122,7 +122,7 @@ def compile_with_library(source: Path, *flags: str) -> Path:
 
 
 def run_program(program: Path, daemon: Environment, *arguments: str, timeout_s: float = 60) -> str:
-    """Run it against the daemon; it must succeed. Returns what it printed."""
+    """Runs it against the daemon; it must succeed. Returns its output."""
     done = subprocess.run(
         [str(program), *arguments], env=daemon.environ, capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -131,7 +131,9 @@ def run_program(program: Path, daemon: Environment, *arguments: str, timeout_s: 
 
 
 def drive_program(program: Path, daemon: Environment, argument: str, steps: Mapping[str, Callable[[], object]]) -> None:
-    """Run it as `run_program` does; at each line that it prints the step of that name is taken, and it goes on."""
+    """Runs it as `run_program` does; for each line that it prints, runs the step of that name, then lets it
+    continue.
+    """
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([program, argument], env=daemon.environ, text=True, **pipes) as process:
         assert process.stdin is not None
@@ -165,7 +167,7 @@ class Client:
         return self.answer()
 
     def send(self, name: str, *arguments: Any) -> None:
-        """Begin a call whose `answer` comes later."""
+        """Starts a call whose `answer` is read later."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([name, *arguments]) + "\n")
         self.process.stdin.flush()
@@ -182,7 +184,7 @@ class Client:
         return int(handle)
 
     def submit(self, session: int, **options: Any) -> int:
-        """Returns the context to `wait` for."""
+        """Submits a request; returns the context for `wait`."""
         self._last_context += 1
         request = {"messages": [{"role": "user", "content": "hi"}], "stream": True, **options}
         error, _ = self.call("submit", session, json.dumps(request), self._last_context)
@@ -190,7 +192,7 @@ class Client:
         return self._last_context
 
     def wait(self, context: int) -> list[dict[str, Any]]:
-        """All replies, up to the final one."""
+        """All replies up to the final one."""
         found: list[dict[str, Any]] = self.call("wait", context)
         return found
 

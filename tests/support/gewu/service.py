@@ -1,4 +1,4 @@
-"""A Gewu service of a test's own, that answers as its script says, and a build of libqos.so of any patience."""
+"""A scripted Gewu service, and a build of libqos.so whose timeouts a test can set."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ class Peer:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.fds: list[int] = []  # that came in
+        self.fds: list[int] = []  # received so far
         self.done = threading.Event()  # the service ends
         self._decoder = FrameDecoder()
 
@@ -50,14 +50,14 @@ class Peer:
         self.send("H", PROTOCOL)
 
     def create(self) -> Frame:
-        """Answer a hello and a Create, which is returned."""
+        """Answers a hello and a Create; returns the Create."""
         self.greet()
         frame = self.expect("C")
         self.send("r", frame.a, Code.OK, frame.b)
         return frame
 
     def rest(self) -> list[str]:
-        """The operations that still come, until the client has gone."""
+        """The remaining operations, until the client disconnects."""
         found = []
         while (frame := self.receive()) is not None:
             found.append(frame.op)
@@ -65,7 +65,7 @@ class Peer:
 
 
 class Service:
-    """Listens on `path`; each client that connects gets `script` in a thread. `close` raises what a script raised."""
+    """Listens on `path`; runs `script` in a thread for each client. `close` raises the exception of a script."""
 
     def __init__(self, path: Path, script: Callable[[Peer], None], **environ: str) -> None:
         self.environ = {**os.environ, "GEWU_SOCKET": str(path), **environ}
@@ -79,7 +79,7 @@ class Service:
         self._start(self._accept)
 
     def join(self) -> None:
-        """Wait until the scripts have ended."""
+        """Waits until the scripts have ended."""
         for thread in self._threads[1:]:
             thread.join(WAIT_S)
             assert not thread.is_alive()
@@ -117,7 +117,7 @@ class Service:
 
 @functools.cache
 def library_of_any_patience(folder: Path) -> Path:
-    """libqos.so whose calls wait as long as its app says, see `patience` of tests/gewu/client.py."""
+    """libqos.so whose calls wait as long as the app sets with `patience`, see tests/gewu/client.py."""
     path = folder / "libqos.so.1"
     compile_library(path, PATIENCE)
     return path

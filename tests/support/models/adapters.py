@@ -1,4 +1,4 @@
-"""LoRA adapters as peft saves them, and what they make of a model's weights."""
+"""LoRA adapters as peft saves them, and the merged weights for comparison."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ PARTS = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-TINY_SHAPES = {"layers.0.q": (8, 8), "layers.0.v": (4, 8)}  # of no model: for the fake, which takes any
+TINY_SHAPES = {"layers.0.q": (8, 8), "layers.0.v": (4, 8)}  # for no particular model: the fake model accepts any
 
 
 def make_adapter(
@@ -61,7 +61,9 @@ def make_adapter(
 
 
 def merged(values: Mapping[str, torch.Tensor], folder: Path, scales: Mapping[str, float]) -> dict[str, torch.Tensor]:
-    """The weights (canonical names) with the adapter in them: W + scale B A. `scales` by part, "" = of the others."""
+    """The weights (canonical names) with the adapter merged in: W + scale B A. `scales` by part, "" = all other
+    parts.
+    """
     tensors = load_file(folder / "adapter_model.safetensors")
     result = dict(values)
     for name, value in values.items():

@@ -1,4 +1,6 @@
-"""A Hugging Face folder with a byte-level tokenizer: token i is byte i, the last is <eos>. Others make its weights."""
+"""A Hugging Face folder with a byte-level tokenizer: token i is byte i, the last is <eos>. Other modules add
+weights.
+"""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ TEMPLATE = (
 
 
 def make_byte_folder(folder: Path, specials: Sequence[str] = ("<eos>",), **config: Any) -> Path:
-    """`config`: of config.json, beside the end token's id. An empty file stands for the weights."""
+    """`config`: fields of config.json besides the end token's id. An empty file stands for the weights."""
     eos_id = 255 + len(specials)
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = iter(range(256, 512))

@@ -1,7 +1,8 @@
-"""A Llama of known habits, with the mock's tokens: likeliest is the next letter of a chain, behind the last the end.
+"""A Llama with constructed weights over the mock model's tokens: the likeliest token is the next letter of a chain,
+after the last letter the end token.
 
-Whatever comes before, so that greedy answers end, sampled ones are letters with some punctuation between, values of a
-grammar end, too, and each depends a little on all that stands before it.
+So greedy answers end; sampled answers are letters with some punctuation; values of a grammar end, too; and every token
+depends slightly on all tokens before it.
 """
 
 import json
@@ -20,9 +21,9 @@ transformers = lazily("transformers")
 CHAIN = [*map(ord, " " + ascii_lowercase + ascii_uppercase + digits), EOS_ID]
 MAX_LEN = 8192
 _HIDDEN, _HEADS, _LAYERS = 512, 8, 2
-_ONE = VOCAB_SIZE  # the dimension that is 1 whatever the token is; those before it say which it is
+_ONE = VOCAB_SIZE  # the dimension that is 1 for every token; those before it encode the token
 _NEVER, _CHAINED = -20.0, 2.0  # logits; those of letters are about 0
-_SMALL, _NOISE = 0.05, 0.03  # of what layers add, and of its weight: what stands before a token changes logits by 0.2
+_SMALL, _NOISE = 0.05, 0.03  # of the layers' output and of its weight: earlier tokens change logits by 0.2
 _LIKELY = {
     **dict.fromkeys(map(ord, ",.:[]"), -1.0),
     **dict.fromkeys(map(ord, "<{"), 0.0),
@@ -34,7 +35,7 @@ _LIKELY = {
 
 
 def chained_answer(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """What it answers greedily."""
+    """The model's greedy answer."""
     answer = [prompt_ids[-1]]
     for _ in range(num_tokens):
         at = CHAIN.index(answer[-1]) if answer[-1] in CHAIN else None
@@ -55,7 +56,7 @@ def make_chained_llama(folder: Path) -> None:
         embeddings = model.model.embed_tokens.weight.zero_()
         embeddings[:, :VOCAB_SIZE] = torch.eye(VOCAB_SIZE)
         embeddings[:, _ONE] = 1
-        for layer in model.model.layers:  # they write to the other dimensions alone
+        for layer in model.model.layers:  # they write to the other dimensions only
             for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 linear.weight.normal_(std=_SMALL * _HIDDEN**-0.5)[: _ONE + 1] = 0
         logits = torch.full((VOCAB_SIZE,), _NEVER)
@@ -68,7 +69,7 @@ def make_chained_llama(folder: Path) -> None:
         head[:, _ONE] = logits
         head[:, :VOCAB_SIZE] = 0
         head[chained, torch.arange(VOCAB_SIZE)] += _CHAINED - logits[chained]
-        head[:, : _ONE + 1] /= (_HIDDEN / 2) ** 0.5  # what the last norm makes of the two ones of an embedding
+        head[:, : _ONE + 1] /= (_HIDDEN / 2) ** 0.5  # the value of the two ones of an embedding after the last norm
     model.save_pretrained(folder)
     made = json.loads((folder / "config.json").read_bytes())
     weights = (folder / "model.safetensors").rename(folder / "kept")

@@ -1,4 +1,4 @@
-"""Tiny random models made with transformers, the oracle; and a paged harness around a backend."""
+"""Tiny random models made with transformers, the oracle; and a harness that runs a backend with paged blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "origina
 
 
 def longrope(trained_len: int) -> dict[str, Any]:
-    """For rotated parts of 8 dimensions."""
+    """Rope scaling for rotated parts of 8 dimensions."""
     return {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -155,7 +155,7 @@ def tiny_model(name: str, **fields: Any) -> transformers.PreTrainedModel:
     config = getattr(transformers, f"{family}Config")(**{**BASE, **own, **fields})
     torch.manual_seed(0)
     model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
-    model.set_attn_implementation("eager")  # the others leave softcaps out
+    model.set_attn_implementation("eager")  # the other configurations leave softcaps out
     for key, parameter in model.named_parameters():
         if key.endswith(("bias", "sinks")):
             torch.nn.init.normal_(parameter)
@@ -167,7 +167,7 @@ def tiny_model(name: str, **fields: Any) -> transformers.PreTrainedModel:
 
 
 def save(model: transformers.PreTrainedModel, folder: Path, max_shard_size: str = "60KB") -> Path:
-    """As a Hugging Face folder of several safetensors files."""
+    """Saves a model as a Hugging Face folder of several safetensors files."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 

@@ -1,4 +1,4 @@
-"""Folders of embedding models as sentence-transformers saves them, and its arithmetic."""
+"""Folders of embedding models as sentence-transformers saves them, and the same arithmetic in torch."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ GEMMA: dict[str, Any] = {
     "num_hidden_layers": 3,
     "head_dim": 32,
     "query_pre_attn_scalar": 32,
-    "sliding_window": 12,  # tokens see those at most 6 away
+    "sliding_window": 12,  # tokens attend to tokens at most 6 away
     "layer_types": [LOCAL, FULL, LOCAL],
     "use_bidirectional_attention": True,
 }
@@ -37,13 +37,13 @@ def tiny_gemma(**fields: Any) -> "transformers.PreTrainedModel":
 
 
 def dense_layers() -> list[torch.nn.Linear]:
-    """EmbeddingGemma's: wider, then back, no biases."""
+    """EmbeddingGemma's dense layers: wider, then back, without biases."""
     torch.manual_seed(1)
     return [torch.nn.Linear(64, 160, bias=False), torch.nn.Linear(160, 64, bias=False)]
 
 
 def save_modules(folder: Path, dense: Sequence[torch.nn.Linear] = (), pooling: str = "mean_tokens") -> Path:
-    """What sentence-transformers puts beside a model."""
+    """Writes the files that sentence-transformers puts beside a model."""
     kinds = ["Transformer", "Pooling", *["Dense"] * len(dense), "Normalize"]
     modules = [
         {"idx": i, "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}

@@ -1,4 +1,4 @@
-"""What a random walk asks of a pool: saves and loads by hashes, tokens and layer groups, and what is true of each."""
+"""Random calls for a random walk: saves and loads by hashes, tokens and layer groups, with the expected bytes."""
 
 import random
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ _HASHES = (-(2**70), -1, 0, 1, 2**63, 2**255, 12345)
 
 
 class Crowded(Exception):
-    """The cache has no slots left for a call."""
+    """The cache has no free slots left for a call."""
 
 
 @dataclass(frozen=True)
 class Hashed:
-    """Blocks by hashes. counts [blocks][groups]: tokens."""
+    """Blocks named by hashes. counts [blocks][groups]: tokens."""
 
     hashes: list[int]
     counts: list[list[int]]
@@ -29,7 +29,7 @@ class Hashed:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A sequence: the first `fork` tokens are those of `root`, the others a branch's."""
+    """A sequence of tokens: the first `fork` tokens are those of `root`, the others are specific to a branch."""
 
     root: int
     fork: int
@@ -39,9 +39,9 @@ class Tokens:
 
 @dataclass
 class Call:
-    """What one save or load names: blocks, the slots of each in each group, and what is true there.
+    """What one save or load names: blocks, their slots in each group, and the expected bytes.
 
-    first: tokens of the first block that a load leaves alone.
+    first: tokens at the start of the first block that a load leaves alone.
     """
 
     arguments: dict[str, Any]
@@ -53,7 +53,7 @@ class Call:
 
     @property
     def num_fitting(self) -> int:
-        """Blocks before the first that is larger than any that an agent keeps."""
+        """The number of blocks before the first that is larger than any block that an agent keeps."""
         return next((i for i, size in enumerate(self.sizes) if size > SLAB_BYTES), len(self.sizes))
 
 
@@ -64,7 +64,7 @@ class Calls:
         self.dice, self.cache, self.shape = dice, cache, cache.shape
 
     def new_blocks(self) -> Hashed | Tokens:
-        """What to save or load, wherever it lies."""
+        """Names of blocks to save or load, without slots."""
         dice, shape = self.dice, self.shape
         if not shape.is_grouped and dice.random() < 0.5:
             length = dice.randrange(1, min(_CHAIN_BLOCKS * shape.block_size, shape.num_slots) + 1)
@@ -83,7 +83,7 @@ class Calls:
         return Hashed(hashes, counts)
 
     def new_call(self, blocks: Hashed | Tokens | None = None, taken: set[tuple[int, int]] | None = None) -> Call:
-        """A call for these blocks, or others, with slots of its own or Crowded. taken: those that another call has."""
+        """A call for `blocks` or new ones, with slots that are free; raises Crowded. taken: slots of another call."""
         taken = set() if taken is None else taken
         blocks = blocks or self.new_blocks()
         return self._of_tokens(blocks, taken) if isinstance(blocks, Tokens) else self._of_hashes(blocks, taken)
@@ -128,12 +128,12 @@ class Calls:
         return call
 
     def _true(self, name: str, group: int, count: int) -> np.ndarray:
-        """[tensors, tokens, bytes]: true in that group's tensors."""
+        """[tensors, tokens, bytes]: the expected bytes in that group's tensors."""
         num_tensors, size = len(self.shape.groups[group][0]) * self.shape.sides, count * self.shape.width
         return np.stack([true_bytes(f"{name}|{group}|{i}", size).reshape(count, -1) for i in range(num_tensors)])
 
     def _slots(self, group: int, count: int, taken: set[tuple[int, int]]) -> Slots:
-        """Slots that nobody has: in a row, or (without groups) anywhere."""
+        """Free slots: consecutive, or (without groups) anywhere."""
         num, is_grouped = self.cache.slots(group), self.shape.is_grouped
         free = [slot for slot in range(num) if (group, slot) not in taken]
         starts = [s for s in free if s + count <= num and all((group, s + i) not in taken for i in range(count))]
@@ -149,7 +149,7 @@ class Calls:
         return chosen
 
     def _as_numbers(self, values: list[int]) -> object:
-        """As the callers that there are would give them."""
+        """In the integer types that real callers use."""
         if min(values, default=0) < -(2**63) or max(values, default=0) >= 2**63:
             return values
         forms = (list, tuple, np.array, _as_numpys_own, _as_tensor)

@@ -1,4 +1,4 @@
-"""Blocks whose true bytes follow from their hash; agents and writers as processes that can be killed."""
+"""Blocks whose expected bytes follow from their hash; agents and writers as processes that can be killed."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ BLOCK_BYTES = 16384
 
 
 class Oracle:
-    """A KV cache of one tensor and the true bytes of every hash."""
+    """A KV cache of one tensor, and the expected bytes of every hash."""
 
     def __init__(self) -> None:
         self.tensor = torch.zeros((NUM_BLOCKS, BLOCK_SIZE, 1, BLOCK_BYTES // BLOCK_SIZE), dtype=torch.uint8)
@@ -39,7 +39,7 @@ class Oracle:
         return cc.save(slots_of(*blocks), hashes, [BLOCK_SIZE] * len(hashes), CcKvOption(**option)).success
 
     def load(self, cc: ContextCaching, hashes: list[int], **option: object) -> int:
-        """Loads and compares every byte: what succeeded must be true, the rest must be untouched."""
+        """Loads and compares every byte: blocks that were loaded must be correct, all others unchanged."""
         self._rows[:] = 0xEE
         blocks = range(len(hashes))
         count = cc.load(slots_of(*blocks), hashes, [BLOCK_SIZE] * len(hashes), CcKvOption(**option)).success
@@ -50,7 +50,7 @@ class Oracle:
 
 
 class AgentProcess:
-    """`kvloom pool agent` on a socket; starts again after a kill."""
+    """`kvloom pool agent` on a socket; can be started again after a kill."""
 
     def __init__(self, socket: Path, *arguments: str, stderr: IO[bytes] | None = None) -> None:
         self.socket = socket
@@ -66,7 +66,7 @@ class AgentProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Returns once it serves."""
+        """Returns once the agent serves."""
         command = [sys.executable, "-m", "kvloom", "pool", "agent", *self._arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._stderr)
         assert b"serving" in self.process.stdout.readline()
@@ -78,7 +78,7 @@ class AgentProcess:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """The process stands still inside the context."""
+        """The process is stopped (SIGSTOP) within the context."""
         self.process.send_signal(signal.SIGSTOP)
         while any(" T " not in stat.read_text() for stat in Path(f"/proc/{self.process.pid}/task").glob("*/stat")):
             time.sleep(0.001)
@@ -96,7 +96,7 @@ class AgentProcess:
 
 
 def run_until_killed(task: Callable[[Callable[[], object]], None], count: int) -> None:
-    """Runs `task` in a forked child, again and again, and kills it when it has called its argument so many times."""
+    """Runs `task` in a forked child repeatedly; kills the child when it has called its argument this many times."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""Two nodes of this process: one reads the other's blocks, whose true bytes are known, through a proxy."""
+"""Two nodes in this process: one reads the other's blocks, whose expected bytes are known, through a proxy."""
 
 import random
 from collections.abc import Iterator
@@ -59,7 +59,9 @@ class Pair(NamedTuple):
         return self.b.node.pool("default")
 
     def fetch(self, keys: list[bytes], deadline_s: float, has_end: bool = True) -> tuple[Cause, list[bytes]]:
-        """What went wrong, and which keys came; each with its true bytes, and pinned until now."""
+        """The error, and the keys that were fetched; checks that each has the expected bytes and was pinned until
+        now.
+        """
         problem, held, _block_bytes = self.a.peers.fetch(self.here, keys, deadline_s, has_end)
         entries = [entry for each in held for entry in each.blocks()]
         for entry in entries:
@@ -72,7 +74,7 @@ class Pair(NamedTuple):
         return problem, [entry.key for entry in entries]
 
     def rest(self) -> int:
-        """Bytes that are in use though no block of node a has them."""
+        """Bytes in use that belong to no block of node a."""
         return self.here.usage()["used_bytes"] - sum(block.slot for block in blocks_of(self.here))
 
 

@@ -1,4 +1,4 @@
-"""What stands between two nodes and does to the answers of one what networks and dying machines do."""
+"""A proxy between two nodes that delays, cuts or damages answers as networks and dying machines do."""
 
 import random
 import socket
@@ -7,10 +7,10 @@ from contextlib import suppress
 
 
 class NodeProxy:
-    """Passes bytes between nodes. `is_flipping`: flips one bit of every answer, at random."""
+    """Passes bytes between nodes. `is_flipping`: flips one random bit of every answer."""
 
     def __init__(self, port: int) -> None:
-        """port: of the node that is called, on loopback."""
+        """port: of the called node, on loopback."""
         self._target = port
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = self._server.getsockname()[1]
@@ -25,7 +25,7 @@ class NodeProxy:
         self._thread.start()
 
     def limit(self, num_bytes: int, is_cut: bool) -> None:
-        """After so many bytes of answers from now on the connection ends, and so do later ones; or all stands still."""
+        """After this many more bytes of answers the connection is cut, as are later ones; or everything stalls."""
         self._is_cut, self._left = is_cut, num_bytes
         self._went_on.clear()
 

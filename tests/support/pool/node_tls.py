@@ -1,4 +1,4 @@
-"""TLS files of nodes whose CA a test holds."""
+"""TLS files of nodes, signed by a CA whose key the test has."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from kvloom.net.tlsconfig import TlsConfig
 
 
 class NodeFiles:
-    """A CA, and for each node a folder with what it shows and trusts."""
+    """A CA, and for each node a folder with its certificate and the CAs that it trusts."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.authority = make_authority("test CA")
 
     def config(self, name: str, pair: Pair | None = None, authority: Pair | None = None) -> TlsConfig:
-        """Files of one node: a good certificate, or `pair`; it trusts the CA, or `authority`."""
+        """TLS files of one node: a valid certificate, or `pair`; it trusts the CA, or `authority`."""
         folder = self._folder / name
         none = folder / "none"
         config = TlsConfig((folder / "ca",), folder / "cert", folder / "key", None, none, none, (folder / "crl",))
@@ -25,10 +25,10 @@ class NodeFiles:
         return config
 
     def show(self, config: TlsConfig, pair: Pair) -> None:
-        """The node shows `pair` from its next reload on."""
+        """The node presents the certificate `pair` after its next reload."""
         write_private(config.cert, pair.certificate_pem())
         write_private(config.key, pair.key_pem())
 
     def revoke(self, config: TlsConfig, *pairs: Pair) -> None:
-        """The node of `config` refuses these from its next reload on."""
+        """The node of `config` refuses these certificates after its next reload."""
         write_private(config.crls[0], make_crl(self.authority, pairs))

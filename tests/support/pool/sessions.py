@@ -25,10 +25,10 @@ ROUNDS, SIZES = 60, (5000, 20000, 40000)
 
 
 class Sessions:
-    """Clients that save and load through the library's own calls, served by it from the storm's pool."""
+    """Clients that save and load through the library's own calls, served from the storm's pool."""
 
     def __init__(self, pool: NativePool, errors: list[BaseException]) -> None:
-        """errors: gets what goes wrong."""
+        """errors: receives the errors."""
         self.pool = pool
         self.errors = errors
 
@@ -38,7 +38,7 @@ class Sessions:
         serving = self.pool.serving(channel, terms)
         serving.use_arena(arena)
         try:
-            while True:  # the first request is Python's: it looks whether the session's key is valid
+            while True:  # Python handles the first request, which checks the session's key
                 serving.receive()
                 channel.send(m.Done())
         except ConnectionError:
@@ -92,7 +92,7 @@ class Sessions:
             assert (block == key[3]).all(), "wrong bytes"
 
     def call(self, line: NativeLine, arena: SharedMemory, draw: random.Random) -> None:
-        """The same in one step each, from lists."""
+        """The same calls, each in one step, from lists."""
         size, count = draw.choice(SIZES), draw.randint(1, 8)
         hashes = draw.sample(range(200), count)
         source = np.empty((count, 1, 1, size), np.uint8)
@@ -114,7 +114,7 @@ class Sessions:
         assert (source[loaded.num_done :] == 255).all()
 
     def maps(self, numbers: list[int] | None, num_given_back: int) -> Mapped:
-        """The pool's own memory: nothing has to be mapped."""
+        """The pool is in this process: nothing has to be mapped."""
         memories = [(n, self.pool.view(n * (1 << 17), 1 << 17)) for n in set(numbers or [])]
         table = (Segment * len(memories))(*((n, address_of(memory), len(memory)) for n, memory in memories))
         return Mapped(table, [memory for _number, memory in memories], num_given_back)

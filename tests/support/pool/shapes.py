@@ -1,4 +1,6 @@
-"""KV caches of many shapes, and the true bytes of whatever is saved from them: they follow from the block's name."""
+"""KV caches of many shapes, and the expected bytes of everything that is saved from them, derived from the block's
+name.
+"""
 
 import random
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ _ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "uint8": 1, "int64": 8}
 
 @lru_cache(maxsize=256)
 def true_bytes(name: str, size: int) -> Bytes:
-    """`size` bytes that nobody else's name has; read only."""
+    """`size` bytes that are unique to the name; read only."""
     seed = int.from_bytes(sha256(name.encode()).digest()[:8], "little")
     data = np.frombuffer(np.random.default_rng(seed).bytes(size), np.uint8)
     data.flags.writeable = False
@@ -28,7 +30,7 @@ def true_bytes(name: str, size: int) -> Bytes:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a KV cache looks like. groups: of layers, with tokens a block each; one group without desc is a plain cache.
+    """The shape of a KV cache. groups: of layers, with tokens a block each; one group without desc is a plain cache.
 
     item: the elements' type; token: elements of one token in one tensor; gap: elements between two blocks.
     """
@@ -44,7 +46,7 @@ class Shape:
 
     @property
     def layout(self) -> str:
-        """Equal where blocks may be read by each other."""
+        """Equal for shapes whose blocks are interchangeable."""
         return repr(
             (self.groups if self.is_grouped else self.block_size, self.item, self.token, self.sides, self.layers)
         )
@@ -130,7 +132,7 @@ class KvCache:
 
 
 def random_shape(dice: random.Random, slab_bytes: int) -> Shape:
-    """From a token of a byte to blocks just over the largest that an agent keeps."""
+    """A random shape, from one token of a byte to blocks just over the largest that an agent keeps."""
     kind = dice.random()
     is_torch, item = dice.random() < 0.5, dice.choice(["float16", "float32", "uint8", "int64"])
     if is_torch and dice.random() < 0.3:
@@ -140,7 +142,7 @@ def random_shape(dice: random.Random, slab_bytes: int) -> Shape:
         return Shape((((0,), 5),), "uint8", (3, 823), 1, gap, is_torch, False, 200)
     if kind < 0.25:  # one token a block
         return Shape((((0, 1), 1),), item, (1, dice.choice([1, 3, 64])), sides, gap, is_torch, False, 96)
-    if kind < 0.45:  # about the largest block
+    if kind < 0.45:  # about as large as the largest allowed block
         block_size = dice.choice([1, 4, 16])
         wanted = slab_bytes // (block_size * _ITEM[item] * sides) + dice.choice([-1, 0, 0, 1])
         return Shape((((0,), block_size),), item, (1, wanted), sides, gap, is_torch, False, 10 * block_size)

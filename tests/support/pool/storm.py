@@ -1,6 +1,6 @@
-"""`python -m tests.support.pool.storm`: threads save, read, evict and give back in one native pool, and send to others.
+"""`python -m tests.support.pool.storm`: threads save, read, evict and release in one native pool, and send to others.
 
-For runs under a sanitizer. Ends with 1 when a byte is wrong or the pool does not hold.
+Runs under a sanitizer. Exits with 1 when a byte is wrong or the pool's invariants do not hold.
 """
 
 import random
@@ -28,11 +28,11 @@ from kvloom.pool.storage.spans import Spans
 from tests.support.pool.sessions import Sessions
 
 SLAB, TOTAL, THREADS, ROUNDS = 1 << 16, 1 << 19, 3, 60
-SIZES = (5000, 20000, 40000)  # the largest is summed in pieces
+SIZES = (5000, 20000, 40000)  # the largest are checksummed in pieces
 
 
 class Storm:
-    """One pool, and what went wrong in its threads."""
+    """One pool, and the errors of its threads."""
 
     def __init__(self) -> None:
         self.budget = Budget(TOTAL)
@@ -42,7 +42,7 @@ class Storm:
         self.errors: list[BaseException] = []
 
     def send(self, sock: socket.socket) -> None:
-        """Sends pinned blocks while others save and evict, and what they were; then an empty list."""
+        """Sends pinned blocks while others save and evict, with their expected bytes; at the end an empty list."""
         try:
             with sock:
                 draw, channel = random.Random(9), Channel(sock)
@@ -59,7 +59,7 @@ class Storm:
             self.errors.append(error)
 
     def receive(self, sock: socket.socket) -> None:
-        """What `send` sends, under keys of its own: into the pool, where there is room."""
+        """Receives from `send` and stores the blocks under new keys in the pool, if there is room."""
         try:
             with sock:
                 channel = Channel(sock)

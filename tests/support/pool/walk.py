@@ -1,7 +1,7 @@
 """`python -m tests.support.pool.walk --minutes 15`: random calls on real agents, every answer compared with an oracle.
 
-A walk has a world (one node or three; TLS, snapshots, direct writes, C++ or none of it), KV caches of many shapes, and
-calls of every kind. Worlds have room for all that a walk saves, so whatever is missed without a reason is an error.
+A walk has a world (one node or three; TLS, snapshots, direct writes, with or without C++), KV caches of many shapes,
+and calls of every kind. Worlds have room for all that a walk saves, so a miss without a reason is an error.
 """
 
 import argparse
@@ -26,25 +26,25 @@ from tests.support.pool.calls import Call, Calls, Crowded, Hashed, Tokens
 from tests.support.pool.shapes import KvCache, Shape, random_shape, true_bytes
 from tests.support.pool.worlds import KINDS, SLAB_BYTES, World
 
-_SETTLED_S = 120.0  # at most, until a block that was saved is found from another node
-_ROOM_BYTES = 12 << 20  # of blocks a world: far less than it holds
+_SETTLED_S = 120.0  # at most, until another node finds a block that was saved
+_ROOM_BYTES = 12 << 20  # bytes of blocks in a world: far less than it can keep
 _MODELS = CcConfig(rank_id=0, device_id=0, model_id="walk")
 
 
 class Wrong(Exception):
-    """The pool said or did what the oracle knows to be wrong."""
+    """The pool's answer or behaviour contradicts the oracle."""
 
 
 @dataclass
 class Known:
-    """What the oracle knows. ever: was saved at some time; here: must be found on that node; everywhere: on any."""
+    """The oracle's knowledge. ever: was saved at some time; here: must be found on that node; everywhere: on any."""
 
     ever: set[str] = field(default_factory=set)
     here: dict[int, set[str]] = field(default_factory=dict)
     everywhere: set[str] = field(default_factory=set)
 
     def forget(self) -> None:
-        """A node is gone, and blocks with it."""
+        """A node has lost its blocks."""
         self.here.clear()
         self.everywhere.clear()
 
@@ -53,7 +53,7 @@ class Known:
 
 
 class Walk:
-    """Random calls in one world until it has no more room or time."""
+    """Random calls in one world until its room or the time is used up."""
 
     def __init__(self, world: World, dice: random.Random, counts: Counter[str]) -> None:
         self.world, self.dice, self.counts = world, dice, counts
@@ -63,7 +63,7 @@ class Walk:
         self.kept: list[tuple[Shape, Hashed | Tokens]] = []
 
     def run(self, num_rounds: int, end_s: float = math.inf) -> None:
-        """Each round is a client on a node, with a cache of its own, and some calls."""
+        """Each round is a client on a node, with a new cache, and some calls."""
         for number in range(num_rounds):
             if self.num_bytes > _ROOM_BYTES or time.monotonic() > end_s:
                 return
@@ -76,7 +76,7 @@ class Walk:
                 self.disturb()
 
     def _shape(self) -> Shape:
-        """A new one, or one seen before, perhaps with another library and other gaps between blocks."""
+        """A new shape, or an earlier one, perhaps with another library and other gaps between blocks."""
         if not self.kept or self.dice.random() < 0.5:
             return random_shape(self.dice, SLAB_BYTES)
         shape, _kind = self.dice.choice(self.kept)
@@ -85,7 +85,7 @@ class Walk:
         )
 
     def disturb(self) -> None:
-        """Something befalls the world; what must still be there stays known."""
+        """Disturbs the world; blocks that must have survived stay known."""
         name, keeps = self.world.disturb(self.dice)
         self.counts[name] += 1
         if not keeps:
@@ -120,7 +120,7 @@ class Client:
         return CcKvOption(timeout=120_000, write_rcache=self.dice.random() < 0.8)
 
     def save_and_load(self) -> None:
-        """What a save reports is found at once by `exists` and by a load, here and from another node."""
+        """`exists` and a load must find every reported block at once, here and from another node."""
         kind = self.calls.new_blocks()
         call = self.calls.new_call(kind)
         self.save(call)
@@ -131,7 +131,7 @@ class Client:
             self.elsewhere(kind)
 
     def load_known(self) -> None:
-        """Something that this shape's clients saved before, on this node or another."""
+        """Loads blocks that clients of this shape saved before, on this node or another."""
         kinds = [kind for shape, kind in self.walk.kept if shape.layout == self.shape.layout]
         self.load(self.calls.new_call(self.dice.choice(kinds) if kinds else None), self.node, self.caching, self.cache)
 
@@ -179,7 +179,7 @@ class Client:
         self.walk.counts.update({"blocks saved": success, "local": result.local})
 
     def load(self, call: Call, node: int, caching: object, cache: KvCache) -> int:
-        """Loads, and compares every byte of the cache: what succeeded is true, and nothing else has changed."""
+        """Loads, and compares every byte of the cache: loaded blocks are correct, and nothing else has changed."""
         known = self.walk.known
         cache.wipe()
         expected = cache.copy()
@@ -209,7 +209,7 @@ class Client:
         return caching.exists(call.arguments["hashes"], self.option(), call.arguments["offsets"])
 
     def expect(self, call: Call, success: int, cache: KvCache, before: list[list[np.ndarray]]) -> None:
-        """Makes the cache what it should be behind a load: as before, and the found blocks' tokens."""
+        """Computes the cache's expected contents after a load: unchanged except for the found blocks' tokens."""
         for bases, copies in zip(cache.bases, before, strict=True):
             for base, copy in zip(bases, copies, strict=True):
                 base[:] = copy
@@ -219,7 +219,7 @@ class Client:
                 cache.write(group, slots[skipped:], call.data[i][group][:, skipped:])
 
     def two_at_once(self) -> None:
-        """Asynchronous saves of different slots, then loads of both."""
+        """Asynchronous saves of different slots at once, then loads of both."""
         taken: set[tuple[int, int]] = set()
         kinds = [self.calls.new_blocks() for _ in range(2)]
         calls = [self.calls.new_call(kind, taken) for kind in kinds]
@@ -236,14 +236,14 @@ class Client:
             self.load(self.calls.new_call(kind), self.node, self.caching, self.cache)
 
     def put_and_get(self) -> None:
-        """Values by keys: the first bytes of a key and length stay."""
+        """Values by keys: the first value stored under a key and length stays."""
         dice, values = self.dice, self.walk.values
         names = [
             (f"k{dice.randrange(9)}", dice.choice([1, 17, 4096, 12345, 65536, SLAB_BYTES, SLAB_BYTES + 1]))
             for _ in range(dice.randrange(1, 6))
         ]
         names = list(dict.fromkeys(names))
-        others = 2 if len(self.walk.world.nodes) == 1 else 1  # a node does not ask a key's home which bytes came first
+        others = 2 if len(self.walk.world.nodes) == 1 else 1  # a node does not ask a key's home which value was first
         owners = [f"v|{key}|{size}|{dice.randrange(others)}" for key, size in names]
         data = [true_bytes(owner, size) for owner, (_key, size) in zip(owners, names, strict=True)]
         keys: list[object] = [key for key, _size in names]
@@ -287,7 +287,7 @@ class Client:
         return data
 
     def killed_between(self) -> None:
-        """The agent dies while calls are under way: they end with a result or an error, and no byte is wrong."""
+        """The agent dies during calls: they end with a result or an error, and no byte is wrong."""
         if not self.walk.world.can_kill or self.dice.random() < 0.6:
             return
         call = self.calls.new_call()
@@ -310,7 +310,7 @@ class Client:
         self.walk.world.start(self.node)
 
     def refused(self) -> None:
-        """Wrong arguments are named, and nothing is changed by them."""
+        """Wrong arguments are refused by name, and change nothing."""
         call = self.calls.new_call()
         self.cache.wipe()
         before, arguments = self.cache.copy(), dict(call.arguments)
@@ -334,7 +334,7 @@ class Client:
 
 
 def walk(kind: str, seed: int, num_rounds: int, end_s: float, counts: Counter[str]) -> None:
-    """One world, walked through. Raises Wrong, or what went wrong in the test itself."""
+    """Walks through one world. Raises Wrong, or an exception of the test itself."""
     with tempfile.TemporaryDirectory(prefix="kvloom-walk-") as folder, World(kind, Path(folder)) as world:
         Walk(world, random.Random(seed), counts).run(num_rounds, end_s)
     counts[f"worlds: {kind}"] += 1

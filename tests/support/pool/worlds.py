@@ -1,4 +1,4 @@
-"""Clusters of agents' processes for random walks: of one node or three, with what an agent may be started with."""
+"""Clusters of agent processes for random walks: one node or three, with various options of an agent."""
 
 import os
 import random
@@ -92,7 +92,7 @@ class World:
         self.nodes[node].kill()
 
     def disturb(self, dice: random.Random) -> tuple[str, bool]:
-        """Lets something befall a node. What it was, and whether every block must be there afterwards."""
+        """Disturbs a node. Returns what happened, and whether every block must still be there."""
         node = dice.randrange(len(self.nodes))
         what = dice.choice(["killed", "stood still", "restarted"])
         if what == "stood still":

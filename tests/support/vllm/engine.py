@@ -1,4 +1,4 @@
-"""An engine of vLLM's parts around EMSConnector, over the stub: steps, allocations and reports as vLLM has them."""
+"""A small engine around EMSConnector, over the stub of vLLM: steps, allocations and reports in vLLM's order."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Engine:
     ) -> None:
         caches = kv_cache_config(*specs)
         self.workers, self.caches, shakes = [], [], {}
-        self._reports: Counter[tuple[str, str]] = Counter()  # how many workers said so
+        self._reports: Counter[tuple[str, str]] = Counter()  # how many workers have reported it
         for rank in range(world_size):
             with stubbed_vllm(rank, world_size) as module:
                 worker = module.EMSConnector(vllm_config(socket, **changes), KVConnectorRole.WORKER, caches)
@@ -44,7 +44,7 @@ class Engine:
             self.scheduler = module.EMSConnector(config, KVConnectorRole.SCHEDULER, caches)
         self.scheduler.set_xfer_handshake_metadata_pp_aware(shakes)
         circuit = self.scheduler._scheduling.lookup._circuit
-        with suppress(AssertionError):  # where there is no agent it never is
+        with suppress(AssertionError):  # without an agent it never is
             until(lambda: circuit.is_up, limit_s=1)
 
     def matched(self, request: FakeRequest, num_computed: int = 0) -> tuple[int, bool]:
@@ -53,16 +53,17 @@ class Engine:
             if count is not None:
                 return count, is_async
             if self.workers[0]._settings.layerwise:
-                self.step(Step())  # as vLLM does while requests wait: workers hear of stages in steps
+                self.step(Step())  # as vLLM does while requests are queued: workers learn of stages in steps
 
     def allocate(self, request: FakeRequest, blocks: Blocks, num_external: int) -> None:
         table = SimpleNamespace(get_block_ids=lambda: by_group(blocks))
         self.scheduler.update_state_after_alloc(request, table, num_external)
 
     def step(self, step: Step, finished: set[str] = frozenset()) -> tuple[set[str], set[str], set[Any]]:
-        """One model step: ids whose saves ended everywhere, ids whose loads ended everywhere, blocks that failed.
+        """Runs one model step: ids whose saves ended on all ranks, ids whose loads ended on all ranks, blocks that
+        failed.
 
-        Of models with several groups the ids of requests that failed, which vLLM has instead of blocks.
+        With several groups vLLM has the ids of failed requests instead of blocks.
         """
         metadata = self.scheduler.build_connector_meta(step.output())
         failed: set[int] = set()
@@ -104,7 +105,7 @@ class Engine:
         return {id for _kind, id in done}
 
     def load(self, request: FakeRequest, blocks: Blocks, num_external: int) -> set[Any]:
-        """Loads and waits; blocks, or requests, that failed."""
+        """Loads and waits; returns the blocks, or requests, that failed."""
         self.allocate(request, blocks, num_external)
         failed: set[Any] = set()
 
@@ -117,7 +118,7 @@ class Engine:
         return failed
 
     def compute(self, request: FakeRequest, blocks: Blocks) -> None:
-        """Computes the whole prompt in one step, and waits for its saves through the request's end."""
+        """Computes the whole prompt in one step, and waits for its saves until the request's end."""
         self.allocate(request, blocks, 0)
         id = request.request_id
         self.step(Step(new=[(request, blocks, 0)], counts={id: request.num_tokens}))
@@ -129,7 +130,7 @@ class Engine:
             until(lambda: self.step(Step())[0])
 
     def bytes_of(self, block: int, rank: int = 0) -> torch.Tensor:
-        """Of the layers of one group, whichever has the block."""
+        """The bytes of the layers of one group, in whichever of them the block is."""
         return torch.stack([cache[:, block] for cache in list(self.caches[rank].values())[:2]])
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Servers of tests over vLLM itself: processes with vLLM in them, started once and lent to one server after another.
+"""Test servers over vLLM itself: processes with vLLM, started once and lent to one server after another.
 
-KVLOOM_TEST_ENGINE=vllm asks for it; KVLOOM_VLLM_PYTHON names the interpreter that has vLLM (`make compat-vllm`).
+KVLOOM_TEST_ENGINE=vllm enables it; KVLOOM_VLLM_PYTHON names the interpreter that has vLLM (`make compat-vllm`).
 """
 
 import atexit
@@ -25,21 +25,21 @@ from tests.support.vllm.serving import ENVIRONMENT, PYTHON, SOURCE
 
 _VARIABLES = (f"{name}={value}" for name, value in {**ENVIRONMENT, "PYTHONPATH": SOURCE}.items())
 _PROGRAM = ("env", *_VARIABLES, PYTHON, "-m", "kvloom.vllm.main")
-_sequences = itertools.count(0, 1_000_000)  # whose answers come late is nobody of the next server
-_idle: dict[str, list[Host]] = {}  # by what they were started with
+_sequences = itertools.count(0, 1_000_000)  # so that a late answer is not taken for one of the next server
+_idle: dict[str, list[Host]] = {}  # by their options
 
 
 def chained_model() -> Path:
-    """The folder of the model of known habits."""
+    """The folder of the chained model."""
     sources = (Path(str(module.__file__)).read_bytes() for module in (chained_llama, byte_folder))
     return kept([*sources, version("transformers").encode()], "model", chained_llama.make_chained_llama)
 
 
 class LentHost:
-    """A Host, as long as one server needs it."""
+    """A Host that belongs to one server until `close`."""
 
     def __init__(self, tokenizer: Tokenizer, options: Mapping[str, object]) -> None:
-        """`options`: of vLLM, beside those that all are started with."""
+        """`options`: of vLLM, besides the common ones."""
         self._idle = _idle.setdefault(repr(sorted(options.items())), [])
         self._host = self._idle.pop() if self._idle else _start(options)
         self._is_endless = not tokenizer.eos_ids
@@ -58,7 +58,7 @@ class LentHost:
         self._host.send(order)
 
     def close(self) -> None:
-        """Give it back; it computes nothing more for this server."""
+        """Returns the host; it computes nothing more for this server."""
         if self._host not in self._idle:
             for id in self._started:
                 self._host.send(Abort(id))

@@ -1,6 +1,6 @@
-"""`kvloom serve --backend vllm` for tests: over a vLLM whose tokens are known (fake/vllm.py), or over vLLM itself.
+"""`kvloom serve --backend vllm` for tests: over a fake vLLM whose tokens are known (fake/vllm.py), or over vLLM itself.
 
-KVLOOM_TEST_ENGINE=vllm asks for the latter, see hosts.py.
+KVLOOM_TEST_ENGINE=vllm selects the latter, see hosts.py.
 """
 
 import importlib.metadata
@@ -28,7 +28,7 @@ ENVIRONMENT = {
 
 
 def environment(folder: Path) -> Mapping[str, str]:
-    """Of an interpreter that has vLLM and not kvloom, whose sources it takes, and its version from `folder`."""
+    """For an interpreter that has vLLM but not kvloom: kvloom's sources, and its version from `folder`."""
     meta = folder / "site/kvloom-0.dist-info/METADATA"
     meta.parent.mkdir(parents=True, exist_ok=True)
     meta.write_text(f"Metadata-Version: 2.1\nName: kvloom\nVersion: {importlib.metadata.version('kvloom')}\n")

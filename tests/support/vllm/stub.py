@@ -1,4 +1,4 @@
-"""What EMSConnector needs of vLLM, by the names and signatures of vLLM 0.32.0."""
+"""The parts of vLLM that EMSConnector uses, with the names and signatures of vLLM 0.32.0."""
 
 import importlib
 import sys
@@ -144,7 +144,9 @@ def stubbed_vllm(rank: int = 0, world_size: int = 1) -> Iterator[ModuleType]:
 
 
 def vllm_config(socket: str, **changes: Any) -> SimpleNamespace:
-    """A VllmConfig as the connector reads it. changes: `kv_role`, `policy`, `extra`, `mla`, `events`, or attributes."""
+    """A VllmConfig with the fields that the connector reads. changes: `kv_role`, `policy`, `extra`, `mla`, `events`,
+    or attributes.
+    """
     role = changes.pop("kv_role", "kv_both")
     transfer = SimpleNamespace(
         kv_connector_extra_config={"socket": socket, "timeout_ms": 20_000, **changes.pop("extra", {})},
@@ -174,7 +176,7 @@ def vllm_config(socket: str, **changes: Any) -> SimpleNamespace:
 
 
 def kv_cache_config(*specs: Any) -> SimpleNamespace:
-    """Of several specs, each one's group has two layers of its own; without any, one group of full attention."""
+    """Each of several specs has a group of two layers; without specs there is one group of full attention."""
     groups = [
         SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer{2 * i}", f"layer{2 * i + 1}"])
         for i, spec in enumerate(specs or (FullAttentionSpec(),))
@@ -184,7 +186,7 @@ def kv_cache_config(*specs: Any) -> SimpleNamespace:
 
 @dataclass
 class FakeRequest:
-    """vLLM's Request, as far as connectors look at it."""
+    """vLLM's Request, with the fields that connectors read."""
 
     request_id: str
     all_token_ids: list[int]
@@ -195,7 +197,7 @@ class FakeRequest:
 
     @property
     def block_hashes(self) -> list[bytes]:
-        """vLLM's own, of the full blocks."""
+        """vLLM's hashes of the full blocks."""
         return [bytes([i]) * 32 for i in range(self.num_tokens // BLOCK_SIZE)]
 
     @property
@@ -207,13 +209,13 @@ Blocks = list[int] | tuple[list[int], ...]
 
 
 def by_group(blocks: Blocks) -> tuple[list[int], ...]:
-    """As vLLM has them; a list stands for the only group."""
+    """Blocks by group, as in vLLM; a list stands for the only group."""
     return blocks if isinstance(blocks, tuple) else (blocks,)
 
 
 @dataclass
 class Step:
-    """vLLM's SchedulerOutput, as far as connectors look at it."""
+    """vLLM's SchedulerOutput, with the fields that connectors read."""
 
     new: list[tuple[FakeRequest, Blocks, int]] = field(default_factory=list)  # request, blocks, computed tokens
     running: dict[str, tuple[Blocks, int]] = field(default_factory=dict)  # id -> new blocks, computed tokens
@@ -240,7 +242,7 @@ class Step:
 
 
 def new_caches(seed: int, num_groups: int = 1) -> dict[str, torch.Tensor]:
-    """Two layers of [2, blocks, block_size, heads, head_size] halves; groups of layers lie in the same memory."""
+    """Two layers of [2, blocks, block_size, heads, head_size] halves; groups of layers share the same memory."""
     generator = torch.Generator().manual_seed(seed)
     shape = (2, NUM_BLOCKS, BLOCK_SIZE, 2, 8)
     memory = [torch.randn(shape, generator=generator).half() for _ in range(2)]

@@ -1,4 +1,4 @@
-"""How tests ask Ollama's /api."""
+"""Requests to Ollama's /api."""
 
 import json
 from typing import Any

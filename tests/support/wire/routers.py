@@ -1,4 +1,4 @@
-"""Other people's routers as they are installed, before servers that write down what they are asked."""
+"""Third-party routers as installed, before servers that record their requests."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ SGLANG, VLLM = "sglang_router.launch_router", "vllm_router.launch_router"
 
 @dataclass(slots=True)
 class Recorder:
-    """What a server was asked: (method, path, status) in order of the answers."""
+    """The requests to a server: (method, path, status) in order of the answers."""
 
     asked: list[tuple[str, str, int]] = field(default_factory=list)
 
@@ -43,7 +43,7 @@ class Recorder:
 
 @contextmanager
 def router(module: str, *arguments: str) -> Iterator[httpx.Client]:
-    """A client of a router that says it is ready; its output is shown when it does not become so."""
+    """A client of a router that is ready; its output is shown if it does not become ready."""
     port = free_port()
     where = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()))
     quick = ("--worker-startup-check-interval", "1", "--health-check-interval-secs", "1", "--log-level", "info")
@@ -70,7 +70,7 @@ def _is_ready(client: httpx.Client) -> bool:
 
 
 def text_of(events: str) -> str:
-    """The text of a streamed chat or completion, and its finish reason behind it."""
+    """The text of a streamed chat or completion, and its finish reason."""
     parts, finish = [], None
     for line in events.splitlines():
         if line.startswith("data: {"):

@@ -1,4 +1,4 @@
-"""A server of the Triton routes as spec 3.3.2.4 has them, without a model, on a port of its own."""
+"""A server of the Triton routes of spec 3.3.2.4, without a model, on a port of its own."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ MODEL = "llama_65b"
 
 @dataclass
 class FakeTriton:
-    """Echoes. `bodies` are the requests as received; `stopped` the ids that were cancelled."""
+    """Echoes its input. `bodies` are the requests as received; `stopped` the ids that were cancelled."""
 
     bodies: list[dict[str, Any]] = field(default_factory=list)
     stopped: set[str] = field(default_factory=set)
@@ -91,7 +91,7 @@ class FakeTriton:
 
 @contextmanager
 def serving(app: ASGIApp, **options: Any) -> Iterator[int]:
-    """Runs `app` on 127.0.0.1 and a free port, which is the value; `options` are uvicorn's."""
+    """Runs `app` on 127.0.0.1 and a free port, which it yields; `options` are uvicorn's."""
     options = {"http": GuardedProtocol, "log_level": "error", "lifespan": "off"} | options
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]

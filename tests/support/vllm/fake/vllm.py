@@ -1,9 +1,9 @@
-"""What kvloom.vllm needs of vLLM, by the names of 0.32: an AsyncLLM whose tokens follow from the tokens before them.
+"""The parts of vLLM that kvloom.vllm uses, with the names of 0.32: an AsyncLLM whose tokens follow from earlier tokens.
 
-A sampled token follows from the seed and the number of draws too, so that an answer cannot be gone on with, only made
-again. FAKE_VLLM_UNSTABLE: then neither. FAKE_VLLM_KILLER: a prompt token that the process dies of.
-FAKE_VLLM_SEES: it takes images; PLACEHOLDER in a prompt becomes a token for each 8 x 8 pixels of one, and answers
-follow from the pixels.
+A sampled token also depends on the seed and the number of draws, so an answer cannot be continued elsewhere, only
+repeated. FAKE_VLLM_UNSTABLE: then not even that. FAKE_VLLM_KILLER: a prompt token that kills the process.
+FAKE_VLLM_SEES: it accepts images; PLACEHOLDER in a prompt becomes a token for each 8 x 8 pixels, and answers depend on
+the pixels.
 """
 
 import argparse
@@ -126,7 +126,7 @@ class Logprob:
 
 
 def draw(*facts: object) -> int:
-    """A letter or a space, for the same facts the same."""
+    """A letter or a space, the same for the same arguments."""
     number = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:4], "little")
     return b"abcdefghijklmnopqrstuvwxyz  "[number % 28]
 
@@ -140,7 +140,7 @@ class ImageMediaIO:
 
 
 class Seer:
-    """A model's class, as far as images go."""
+    """The model class, as far as images are concerned."""
 
     @staticmethod
     def get_placeholder_str(modality: str, number: int) -> str:
@@ -242,7 +242,7 @@ class AsyncLLM:
 
         wants = params.logprobs is not None or params.logprob_token_ids
         logprobs = [scored(answer[-1], params.logprobs or 0, params.logprob_token_ids)] if wants else None
-        if params.logprobs is not None and self.num_exact:  # as vLLM's first model runner mixes them
+        if params.logprobs is not None and self.num_exact:  # vLLM's first model runner mixes them
             logprobs = [{answer[-1]: Logprob(-0.5, 1), 0: Logprob(-math.inf, None)}]
         prompt_logprobs = None
         if params.prompt_logprobs is not None and len(answer) == 1:
