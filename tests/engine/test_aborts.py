@@ -1,4 +1,4 @@
-"""Requests that are aborted: their blocks are free, their ids too, the rank forgets them, and nobody else notices."""
+"""Aborted requests: blocks and ids are freed, the rank drops them, and other requests are unaffected."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A dead rank is a pause: what was running goes on with the same tokens, and what kills ranks is ended."""
+"""A dead rank is only a pause: running requests continue with the same tokens; requests that kill ranks are ended."""
 
 from dataclasses import replace
 from itertools import count

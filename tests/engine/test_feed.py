@@ -1,4 +1,4 @@
-"""Feed: what the engine's steps bring a reader, whether it keeps up or not."""
+"""Feed: how a reader receives the deltas of the engine's steps, whether it keeps up or not."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""A prompt computed for another engine: it is answered when its blocks are in the outer tier, and told how many."""
+"""Prompts computed for another engine: the answer comes once their blocks are in the outer tier, and has their
+number.
+"""
 
 import pytest
 

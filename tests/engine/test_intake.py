@@ -1,4 +1,4 @@
-"""Intake: requests are taken up a bounded amount between two steps; whoever streams goes on meanwhile."""
+"""Intake: a bounded amount of new requests is accepted between two steps, so that running streams continue."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""EngineThread while its rank is away: streams go on with the same tokens, others wait, and patience has an end."""
+"""EngineThread while its rank is down: streams resume with the same tokens, new requests wait, up to a time limit."""
 
 import asyncio
 import logging

@@ -254,7 +254,7 @@ def _adopting() -> Iterator[None]:
 
 
 def be() -> NoReturn:
-    """Runs a template; returns only in its forks by running the requested program, so never to the caller."""
+    """Runs a template process. In each process forked from it, runs the requested program. It never returns."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
     for name in (*IMPORTED, *(("kvloom.rank.torch_backend",) if tuple(sys.argv[2:4]) == WITH_TORCH else ())):
@@ -282,7 +282,7 @@ def be() -> NoReturn:
 
 
 def _offer(sock: socket.socket) -> tuple[Asked, list[int]]:
-    """Waits for requests: receives each child's request and descriptors. Ends when nobody can send any more."""
+    """Forks a child for each request; returns what to run and its descriptors, in the child only. Exits at end of file."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
         if not message:

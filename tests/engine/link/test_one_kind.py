@@ -1,4 +1,4 @@
-"""OneKind: any number of one kind are inside at a time."""
+"""OneKind: requests of one kind run together, those of another kind wait."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

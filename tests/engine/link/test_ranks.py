@@ -1,4 +1,4 @@
-"""Tensor parallelism: several rank processes answer as one does, and die and come back together."""
+"""Tensor parallelism: several rank processes give the answers of one, and are restarted together when one dies."""
 
 import asyncio
 import os
@@ -61,7 +61,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path, name, request):
 
 
 def test_each_rank_keeps_its_part_of_a_block_in_the_pool(tmp_path):
-    """What another pair of ranks has saved is loaded; a block counts only when both parts are there."""
+    """Blocks saved by another pair of ranks are loaded; a block counts only if both ranks' parts are in the pool."""
     path = save(tiny_model("llama"), tmp_path)
     greedy = SamplingParams(temperature=0, max_tokens=12)
     requests = [Request(f"r{i}", tuple(range(3 + i, 60 + i)), greedy) for i in range(3)]
@@ -104,7 +104,7 @@ def test_the_parts_of_the_ranks_are_the_whole(tmp_path):
 
 
 def test_ranks_whose_caches_differ_are_refused(monkeypatch):
-    """The engine names blocks once for all ranks: a rank with others would move and compute other bytes."""
+    """The engine names blocks once for all ranks: a rank with another layout would move and compute other bytes."""
     sizes = iter((16, 32))
     ends: list[socket.socket] = []
 

@@ -1,4 +1,4 @@
-"""Processes that others have started heed no signal that reaches them with their parent, from their first moment on."""
+"""Child processes ignore signals sent to the process group, from their first moment on."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def test_a_signal_that_comes_before_it_is_ignored_is_ignored_too():
 
 @pytest.mark.usefixtures("really_started")
 def test_a_model_process_heeds_no_ctrl_c_while_it_imports():
-    """In a terminal it reaches the whole group: the server ends, and no process says where it was."""
+    """In a terminal Ctrl-C reaches the whole group: the server ends, and no model process prints a traceback."""
     command = [*CLI, "serve", "--backend", "fake", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True) as server:
         until(lambda: model_processes(server.pid))
@@ -57,7 +57,7 @@ def model_processes(server: int) -> list[int]:
 
 
 def unheeded(process: int) -> set[int]:
-    """Signals that it ignores or holds back."""
+    """Signals that the process ignores or blocks."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk", "SigIgn"))]
     return {number for number in range(1, 32) if any(mask >> number - 1 & 1 for mask in masks)}

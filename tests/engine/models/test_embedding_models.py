@@ -1,4 +1,6 @@
-"""Models whose tokens see those behind them: whole steps, no kept blocks, the vectors of transformers."""
+"""Models with bidirectional attention: prompts are computed whole, no blocks are cached, vectors equal
+transformers'.
+"""
 
 import json
 import shutil
@@ -80,7 +82,7 @@ def test_embedding_gemma_gives_the_vectors_of_transformers(runner: ModelRunner, 
 
 @pytest.mark.parametrize("limits", [{"max_batch": 1}, {"max_tokens_per_step": 64}, {"max_prefill_tokens": 20}])
 def test_company_and_small_steps_do_not_show(runner: ModelRunner, limits: dict[str, int]):
-    """Bit for bit: a prompt is computed whole, if it must be in a step of its own."""
+    """Bit for bit: a prompt is computed whole, if necessary in a step of its own."""
     together, other = vectors(runner), vectors(runner, "other", **limits)
     assert all(torch.equal(*both) for both in zip(together, other, strict=True))
 

@@ -1,4 +1,4 @@
-"""Embeddings of models with weights: transformers' states, pooled; bit for bit the same however they are scheduled."""
+"""Embeddings of models with weights: transformers' states, pooled; bit-identical however they are scheduled."""
 
 import json
 from array import array

@@ -1,4 +1,4 @@
-"""Models all of whose layers have a window: KV blocks behind it are others', and answers stay the same."""
+"""Models with a sliding window in every layer: blocks behind the window are freed, and answers stay the same."""
 
 from pathlib import Path
 

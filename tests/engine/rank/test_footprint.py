@@ -1,4 +1,4 @@
-"""What a model takes, foretold from its shape, against what the back ends take."""
+"""The estimate of a model's memory from its shape, against what the backends allocate."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The engine's blocks and the bytes they stand for: one address for all, checked, and watched where asked."""
+"""The engine's KV blocks and their bytes: one address for steps, copies and transfers; checksums where configured."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""An outer KV tier under the engine: answers are the same with it, whatever it does, and nobody else waits for it."""
+"""An outer KV tier under the engine: it never changes an answer, and other requests do not wait for it."""
 
 import pytest
 from hypothesis import given, settings
@@ -28,13 +28,13 @@ def truth(request: Request, num_tokens: int) -> list[int]:
 
 
 def answer(engine: Engine, request: Request) -> tuple[list[int], int]:
-    """Tokens, and how many of the prompt's were not computed."""
+    """The tokens, and how many of the prompt's tokens came from a cache."""
     deltas = run_all(engine, request)[request.id]
     return tokens_of(deltas), deltas[-1].num_cached_tokens
 
 
 def filled(request: Request) -> dict[bytes, list[int]]:
-    """What a tier holds after `request` was answered."""
+    """The tier's contents after `request` was answered."""
     engine, tier, _ = tiered_engine()
     answer(engine, request)
     return tier.stored
@@ -263,7 +263,7 @@ def keys_of(request: Request) -> list[bytes]:
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Random arrivals, steps, aborts, time and moods of the tier: every answer is a beginning of the true one."""
+    """Random arrivals, steps, aborts, time and faults of the tier: every answer is a prefix of the correct one."""
 
     def __init__(self) -> None:
         super().__init__()

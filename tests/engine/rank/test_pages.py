@@ -1,4 +1,4 @@
-"""Blocks' memory goes back to the system, and only theirs; it is there before it is needed."""
+"""Memory of freed blocks is returned to the system, no other memory is, and it is mapped again before use."""
 
 import ctypes
 import mmap

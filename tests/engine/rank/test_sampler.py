@@ -1,4 +1,4 @@
-"""Sampler: what each rule leaves, measured on distributions small enough to know the answer."""
+"""Sampler: the effect of each rule, measured on distributions small enough to compute the result by hand."""
 
 import math
 from collections import Counter

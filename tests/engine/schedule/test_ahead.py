@@ -1,4 +1,4 @@
-"""Running ahead: the next step is planned and sent while the one before it runs, and no answer changes."""
+"""Planning ahead: the next step is planned and sent while the previous one runs, without changing any answer."""
 
 import socket
 from dataclasses import replace

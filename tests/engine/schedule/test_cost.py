@@ -1,4 +1,4 @@
-"""What a step costs, learned from steps: found again where it is a sum of its parts, steady where somebody disturbs."""
+"""The cost of a step, learned from measured steps: exact where it is a sum of its parts, robust against outliers."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Pace: how much of others' prompts a step computes while somebody waits for a next token."""
+"""Pace: how many tokens of other prompts a step computes while a stream waits for its next token."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""plan_step: who computes how much, who waits, who gives way. Lengths only, no tensors."""
+"""plan_step: which sequences compute how many tokens, wait, or are preempted. Lengths only, no tensors."""
 
 import pytest
 from hypothesis import strategies as st

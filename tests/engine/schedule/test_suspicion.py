@@ -1,4 +1,4 @@
-"""What kills ranks is ended, and nobody else: suspects compute alone until they are cleared."""
+"""Requests that kill ranks are ended, and no others: suspects run alone until they are cleared."""
 
 from collections.abc import Callable
 from dataclasses import replace

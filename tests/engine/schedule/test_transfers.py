@@ -1,4 +1,4 @@
-"""Who waits for the outer KV tier, and who holds the blocks meanwhile. Lengths and block numbers only."""
+"""Which sequences wait for the outer KV tier, and who owns their blocks meanwhile. Lengths and block numbers only."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A grammar that takes long to read holds up its own answer only."""
+"""A grammar that takes long to compile delays its own request only."""
 
 import threading
 from concurrent.futures import Future
