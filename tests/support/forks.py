@@ -282,7 +282,7 @@ def be() -> NoReturn:
 
 
 def _offer(sock: socket.socket) -> tuple[Asked, list[int]]:
-    """Forks a child for each request; returns what to run and its descriptors, in the child only. Exits at end of file."""
+    """Forks a child for each request; returns what to run and its descriptors, in the child only. Exits when closed."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
         if not message:
