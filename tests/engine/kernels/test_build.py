@@ -75,6 +75,19 @@ def test_what_the_compiler_says_is_said(tmp_path, monkeypatch):
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_of_much_that_a_compiler_says_the_reason_is_said_in_a_line(tmp_path, monkeypatch):
+    noise = "as: BFD (GNU Binutils for Debian) 2.40 assertion fail elf.c:3108\\n"
+    compiler = tmp_path / "full-disk"
+    script = f"printf '{noise * 99}Fatal error: step.o: No space left on device\\n{noise * 99}' >&2; exit 1"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(ModelError) as error:
+        build.compile_library("portable", tmp_path / "out" / "x.so")
+    said = f"the CPU kernels do not compile with {compiler}: Fatal error: step.o: No space left on device"
+    assert str(error.value) == said
+
+
 def test_without_library_and_compiler_the_reference_backend_runs_and_one_line_says_so(cache, tmp_path, caplog):
     model = str(save(tiny_model("qwen3"), tmp_path / "model"))
     with caplog.at_level(logging.INFO, "kvloom"):
