@@ -106,15 +106,17 @@ class _Config:
     def __init__(self, config: dict[str, Any]) -> None:
         kind = config.get("peft_type")
         if kind != "LORA":
-            raise _bad(f'peft_type must be "LORA", got {kind!r}')
+            raise _bad(f'peft_type must be "LORA", got {kind!r:.80}')
         for key in _REFUSED:
             if config.get(key):
-                raise _bad(f"{key} is not supported, got {config[key]!r}")
+                raise _bad(f"{key} is not supported, got {config[key]!r:.80}")
         if config.get("bias", "none") != "none":
-            raise _bad(f'bias must be "none", got {config["bias"]!r}')
+            raise _bad(f'bias must be "none", got {config["bias"]!r:.80}')
         start = config.get("init_lora_weights")
         if isinstance(start, str) and start.lower().startswith(_MOVES_BASE):
-            raise _bad(f"init_lora_weights {start!r} changes the base model; save the adapter converted to plain LoRA")
+            raise _bad(
+                f"init_lora_weights {start!r:.80} changes the base model; save the adapter converted to plain LoRA"
+            )
         self._rank = _rank(config.get("r"), "r")
         self._alpha = _number(config.get("lora_alpha", 8), "lora_alpha")
         self._ranks, self._alphas = (_pattern(config, key) for key in ("rank_pattern", "alpha_pattern"))
@@ -122,7 +124,7 @@ class _Config:
         targets = config.get("target_modules")
         for target in targets if isinstance(targets, list) else ():
             if not isinstance(target, str) or target.rsplit(".", 1)[-1] not in _TARGETS:
-                raise _bad(f"target_modules {target!r} is not supported; supported are {', '.join(_TARGETS)}")
+                raise _bad(f"target_modules {target!r:.80} is not supported; supported are {', '.join(_TARGETS)}")
 
     def rank(self, module: str) -> int:
         return _rank(_matching(self._ranks, module, self._rank), "rank_pattern")
@@ -213,14 +215,18 @@ def _json_object(text: bytes, name: str) -> dict[str, Any]:
 
 def _rank(value: Any, key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANK:
-        raise _bad(f"{key} must be a whole number from 1 to {MAX_RANK}, got {value!r}")
+        raise _bad(f"{key} must be a whole number from 1 to {MAX_RANK}, got {value!r:.80}")
     return value
 
 
 def _number(value: Any, key: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise _bad(f"{key} must be a number, got {value!r}")
-    return float(value)
+    try:
+        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # JSON's whole numbers have any length
+        number = math.inf
+    if not math.isfinite(number):
+        raise _bad(f"{key} must be a number, got {value!r:.80}")
+    return number
 
 
 def _pattern(config: Mapping[str, Any], key: str) -> dict[re.Pattern[str], Any]:
