@@ -2,7 +2,7 @@
 
 from contextlib import closing
 
-from kvloom.pool.control.members import ALIVE_S
+from kvloom.pool.control.members import ALIVE_S, LOST_S
 from kvloom.pool.control.state import ControlState, Heartbeat
 from kvloom.pool.node import NodeStats
 
@@ -25,3 +25,21 @@ def test_a_node_that_restarts_under_another_id_leaves_no_row():
         assert beat("node-3", "a:1") == ["drained", "mute", "mute-2", "node-3", "other"], (
             "what an operator said is kept"
         )
+
+
+def test_a_node_without_an_address_that_is_gone_for_an_hour_leaves_no_row():
+    """Nobody reaches its blocks, and under the id that it draws next nothing tells that it was this one."""
+    now_s = [1000.0]
+    with closing(ControlState(":memory:", lambda: now_s[0], lambda: now_s[0])) as state:
+
+        def beat(node_id: str, address: str) -> list[str]:
+            state.heartbeat(node_id, Heartbeat(address, NodeStats(node_id, [], {}), node_id))
+            return [node["node_id"] for node in state.nodes()]
+
+        for node_id, address in (("drained", ""), ("mute-1", ""), ("reached", "b:1")):
+            beat(node_id, address)
+        state.drain("drained", True)
+        now_s[0] += LOST_S
+        assert beat("mute-2", "") == ["drained", "mute-1", "mute-2", "reached"]
+        now_s[0] += 1
+        assert beat("mute-2", "") == ["drained", "mute-2", "reached"]

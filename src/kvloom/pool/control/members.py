@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 
 ALIVE_S = 10.0  # seconds; a node that was silent for longer is not offered to others
+LOST_S = 3600.0  # seconds; a node that others never reached is forgotten once it was silent for longer
 _MAX_LIVES = 16  # incarnations of a node that are remembered
 
 
@@ -32,10 +33,10 @@ class Members:
         self._heard_s[node_id] = now_s
         return True
 
-    def is_alive(self, node_id: str, now_s: float) -> bool:
+    def is_alive(self, node_id: str, now_s: float, within_s: float = ALIVE_S) -> bool:
         """Whether it was heard of recently."""
         heard_s = self._heard_s.get(node_id)
-        return heard_s is not None and now_s - heard_s <= ALIVE_S
+        return heard_s is not None and now_s - heard_s <= within_s
 
     def forget(self, node_id: str) -> None:
         """Forget the node completely."""

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ems.keys import verifier
-from kvloom.pool.control.members import ALIVE_S, Members
+from kvloom.pool.control.members import ALIVE_S, LOST_S, Members
 from kvloom.pool.node import NodeStats
 
 ACCESS_ID = re.compile(r"[0-9a-z._-]{1,512}")
@@ -176,13 +176,15 @@ class ControlState:
         )
 
     def _forget_earlier(self, node_id: str, address: str) -> None:
-        """A dead node at this one's address was this one, under an id that it drew; one that is drained is kept."""
+        """A dead node at this one's address was this one, under an id that it drew; one without an address may be back
+        under another id at any time, so it is forgotten later. Nodes that are drained are kept.
+        """
         others = self._db.execute(
-            "SELECT node_id FROM nodes WHERE address = ? AND address <> '' AND node_id <> ? AND NOT is_draining",
+            "SELECT node_id, address FROM nodes WHERE address IN (?, '') AND node_id <> ? AND NOT is_draining",
             (address, node_id),
         ).fetchall()
-        for (other,) in others:
-            if not self._members.is_alive(other, self._steady()):
+        for other, at in others:
+            if not self._members.is_alive(other, self._steady(), ALIVE_S if at else LOST_S):
                 self._db.execute("DELETE FROM nodes WHERE node_id = ?", (other,))
                 self._members.forget(other)
 
