@@ -276,6 +276,10 @@ def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
             ["serve", "--backend", "fake", "--image-model", "a b=/tmp"],
             "--image-model: must be 1 to 256 letters, digits, '-'",
         ),
+        (
+            ["serve", "--backend", "fake", "--port", "0", "--pid-file", "/dev/zero"],
+            "pid-file: /dev/zero is no plain file",
+        ),
         (["serve", "--config", "/nowhere.json"], "/nowhere.json: cannot be read: No such file or directory"),
         (["pull", "gpt-9"], "no model is named 'gpt-9'; known are smollm2, gemma3-270m, or the path of a model"),
         (["pull", "https://example.org/a.gguf"], "is a URL, and nothing here verifies what it gives"),

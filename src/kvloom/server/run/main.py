@@ -106,6 +106,8 @@ def _pid_file(path: Path | None) -> Iterator[None]:
         yield
         return
     try:
+        if path.exists() and not path.is_file():  # it would be removed at the end: /dev/null
+            raise BadRequest("pid-file", f"{path} is no plain file")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{os.getpid()}\n")
     except OSError as error:
