@@ -269,3 +269,11 @@ def test_agent_and_sdk_agree_where_the_socket_is(tmp_path, monkeypatch):
         assert sockets.find_socket() == tmp_path / "own" / "ems.sock"
     monkeypatch.setenv("EMS_SOCKET", "/named")
     assert (sockets.serving_path(), sockets.find_socket()) == (Path("/named"), Path("/named"))
+
+
+def test_a_file_of_credentials_is_checked_also_where_assertions_are_off(tmp_path):
+    file = tmp_path / "credentials.json"
+    file.write_text('[{"access_id": "a", "tenant": "t", "salt": "00", "verifiers": {"aa": 1}}]')
+    command = [sys.executable, "-O", "-m", "kvloom.cli", "pool", "credentials", str(file), "--access-id", "b"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, "not a credential: " in ended.stderr) == (1, True)

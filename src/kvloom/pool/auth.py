@@ -41,10 +41,11 @@ class Credential:
         """Raises ValueError when a field is missing or has a wrong type."""
         try:
             raw = body["verifiers"]
-            assert isinstance(raw, list)
+            if not isinstance(raw, list):
+                raise TypeError("verifiers is no list")
             verifiers = tuple(bytes.fromhex(each) for each in raw)
             return cls(str(body["access_id"]), str(body["tenant"]), bytes.fromhex(str(body["salt"])), verifiers)
-        except (KeyError, TypeError, AssertionError) as error:
+        except (KeyError, TypeError) as error:
             raise ValueError(f"not a credential: {error!r}") from None
 
 

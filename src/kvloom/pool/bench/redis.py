@@ -39,7 +39,8 @@ class RedisClient:
         for i, key in enumerate(keys):
             parts += [b"$%d\r\n%b\r\n$%d\r\n" % (len(key), key, size), data[i * size : (i + 1) * size].data, b"\r\n"]
         self._send(parts)
-        assert self._receive(5).tobytes() == b"+OK\r\n", "a block was not stored"
+        if self._receive(5).tobytes() != b"+OK\r\n":
+            raise RuntimeError("a block was not stored")
 
     def load(self, keys: list[bytes], target: Bytes, size: int) -> None:
         """MGET of all blocks; all must be there."""
