@@ -40,6 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("arguments", "told"),
     [
         (("cert", "dev", "file"), "file/tools/pmt/master: Not a directory"),
+        (("chat", "--url", "http://[::1"), "--url 'http://[::1' is no URL: Invalid port: ':1'"),
         (("pull", LONG), f"{LONG}: File name too long"),
         (("serve", LONG, "--port", "0"), f"{LONG}/model_index.json: File name too long"),
         (("simulate", "trace.jsonl", "--backend", "fake", "--times", "file/times"), "file/times: Not a directory"),
@@ -48,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             '"Verbose", "Info", "Warning", "Error", "None", got "loud"',
         ),
     ],
-    ids=["cert", "pull", "serve", "simulate", "log level"],
+    ids=["cert", "chat", "pull", "serve", "simulate", "log level"],
 )
 def test_a_file_or_a_word_that_cannot_be_is_one_line(folder, arguments, told):
     ended = run_cli(*arguments)

@@ -6,7 +6,7 @@ import httpx
 import typer
 from rich.console import Console
 
-from kvloom.client.chat import Chat, first_model, run
+from kvloom.client.chat import Chat, ChatFailed, first_model, run
 from kvloom.commands import finite
 
 console = Console()
@@ -25,5 +25,9 @@ def chat(
 ) -> None:
     """Chat in the terminal with a running server."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None)) as client:
+    try:
+        made = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None))
+    except httpx.InvalidURL as error:
+        raise ChatFailed(f"--url {url!r} is no URL: {error}") from None
+    with made as client:
         run(Chat(client, model or first_model(client), temperature), console)
