@@ -13,8 +13,8 @@ from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 from kvloom.rank.sampler import History, num_candidates
 from kvloom.rank.steady import Steady
-from tests.support.models.checkpoints import VOCAB_SIZE, save, tiny_model
 from tests.support.engine.engines import in_process, run_all
+from tests.support.models.checkpoints import VOCAB_SIZE, save, tiny_model
 
 KV_BYTES = 1 << 20
 
