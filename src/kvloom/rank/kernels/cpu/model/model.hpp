@@ -127,6 +127,8 @@ struct kvl_model {
 
     int64_t hidden_stride() const { return kvl::round_up(shape.hidden, kvl::kPad); }
     int64_t query_width() const { return int64_t(shape.num_heads) * shape.head_dim; }
+    // Counters of a thread, one an instruction: no line of the cache has those of two threads, who each count at every panel.
+    int64_t counters() const { return kvl::round_up(int64_t(program.size()), 8) + 8; }
     int64_t kv_width() const { return int64_t(shape.num_kv_heads) * shape.head_dim; }
 
     const kvl_shape shape;
@@ -145,5 +147,5 @@ struct kvl_model {
     std::vector<kvl::RopeTable> ropes;
     std::vector<kvl_mixture> mixtures;
     kvl::Scratch scratch;
-    std::vector<std::atomic<int64_t>> next;  // [program][threads] counters of the work items that threads took
+    std::vector<std::atomic<int64_t>> next;  // [threads][counters()] work items that threads took
 };

@@ -247,5 +247,5 @@ void kvl_set_program(kvl_model* model, const kvl_instruction* instructions, int3
     model->turns.clear();
     uint8_t turn = 0;
     for (const kvl_instruction& i : model->program) model->turns.push_back(turn ^= kvl::is_quantising(i.kind));
-    model->next = std::vector<std::atomic<int64_t>>(size_t(count) * size_t(model->pool.size()));
+    model->next = std::vector<std::atomic<int64_t>>(size_t(model->counters()) * size_t(model->pool.size()));
 }

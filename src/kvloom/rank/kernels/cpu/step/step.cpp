@@ -212,12 +212,15 @@ void Step::multiply(const kvl_instruction& instruction, int thread) {
         for (int64_t p = linear.share(thread); p < linear.share(thread + 1); p++) panel(instruction, p, x, {0, rows}, thread);
     } else {
         const bool is_fused = does_next(instruction);
-        const int64_t together = is_fused ? panels_of_unit(instruction) : 1, units = (linear.panels + together - 1) / together;
+        const int64_t apart = rows < kFusedTokens ? kPanelsTaken : 1, together = is_fused ? panels_of_unit(instruction) : apart;
+        const int64_t units = (linear.panels + together - 1) / together;
         const Passes passes = strips_of(instruction, rows);
         const int64_t count = units * passes.count;
         for (int64_t i; (i = next(instruction, count, thread)) < count;) {
             const Span span{passes.begin(i / units), passes.begin(i / units + 1)};
-            is_fused ? unit(instruction, i % units, x, span, thread) : panel(instruction, i % units, x, span, thread);
+            const int64_t first = i % units * together, end = std::min(first + together, linear.panels);
+            if (is_fused) unit(instruction, i % units, x, span, thread);
+            for (int64_t p = first; !is_fused && p < end; p++) panel(instruction, p, x, span, thread);
         }
     }
     ask_for_a(instruction, thread);

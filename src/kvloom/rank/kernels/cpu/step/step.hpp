@@ -15,6 +15,8 @@ namespace kvl {
 constexpr int kOwnTokens = 2;
 // From so many tokens on, threads take panels one by one, so that a thread that loses its core does less of the work.
 constexpr int kHandOutTokens = 8;
+// Panels that a thread takes at once in a step that is not fused: counting them waits for all of its loads.
+constexpr int kPanelsTaken = 3;
 constexpr int kPanelsTogether = 16;  // panels multiplied in one call, so that the tile unit does not pause between them
 // Blocks of a context that are prefetched before attention reads them: 128 KB of bf16 keys and values of 64 dims.
 constexpr int kAskedBlocks = 32;
@@ -118,7 +120,7 @@ class Step {
         return count;
     }
     std::atomic<int64_t>& counter(const kvl_instruction& instruction, int thread) {
-        return model_.next[size_t((&instruction - model_.program.data()) * model_.pool.size() + thread)];
+        return model_.next[size_t(thread * model_.counters() + (&instruction - model_.program.data()))];
     }
     void sync() { model_.pool.barrier(); }
     bool is_small(int64_t rows) const { return rows <= kOwnTokens; }
