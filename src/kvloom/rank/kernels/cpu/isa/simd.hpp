@@ -93,6 +93,9 @@ inline F32 zero_where_masked(F32 value, F32 score) {
 
 inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
+// `is_passing`: what is not read again before the next step bypasses the last-level cache and displaces nothing there.
+inline void prefetch_weights(const void* at, bool is_passing) { is_passing ? __builtin_prefetch(at, 0, 0) : prefetch(at); }
+
 // Prefetches for writing: requests the cache line exclusively, which invalidates other cores' copies.
 inline void prefetch_to_write(void* at) {
 #if defined(__x86_64__)

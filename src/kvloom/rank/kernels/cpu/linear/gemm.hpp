@@ -24,6 +24,7 @@ struct Pass {
     float* out = nullptr;
     const Epilogue* epilogue = nullptr;  // its rows are counted as those of `x`; null = sums stay in `out`
     int64_t ahead = kPrefetchBytes;      // prefetch distance in bytes; ignored for a single row (ahead_of)
+    bool is_passing = false;             // no other pass reads the panel, and the processor keeps what passes from its last-level cache
 
     // The epilogue with rows counted from the first one of the pass; without an epilogue, one that stores sums in
     // `out`.
@@ -37,7 +38,7 @@ struct Pass {
     int64_t ahead_of() const {
         return ROWS == 1 ? kPrefetchBytes : ahead;
     }
-    Pass without_epilogue() const { return {x, row, cols, panel, out, nullptr, ahead}; }
+    Pass without_epilogue() const { return {x, row, cols, panel, out, nullptr, ahead, is_passing}; }
     void ask(int begin, int end) const {
         for (int r = begin; epilogue != nullptr && r < end; r++) epilogue->ask(row + r);
     }
@@ -121,6 +122,7 @@ void tile_bytes(const Pass& pass) {
     const float* scale = pass.x.scale + pass.row * groups;
     const int32_t* sums = pass.x.sum + pass.row * groups * kRuns;
     const int64_t ahead = pass.ahead_of<ROWS>();
+    const bool passing = ROWS >= kBusyRows && pass.is_passing;
     const uint8_t* weights = pass.panel;
     F32 lo[ROWS], hi[ROWS];
 #pragma GCC unroll 8
@@ -139,8 +141,8 @@ void tile_bytes(const Pass& pass) {
         for (int quad = 0; quad < kGroup / 4; quad += kSums) {
 #pragma GCC unroll 4
             for (int s = 0; s < kSums; s++, weights += kPanel * 4) {
-                prefetch(weights + ahead);
-                prefetch(weights + ahead + 64);
+                prefetch_weights(weights + ahead, passing);
+                prefetch_weights(weights + ahead + 64, passing);
                 const Bytes wa = load_bytes(weights), wb = load_bytes(weights + kLanes * 4);
 #pragma GCC unroll 8
                 for (int m = 0; m < ROWS; m++) {
@@ -190,6 +192,7 @@ void tile_nibbles(const Pass& pass) {
     const float* scale = pass.x.scale + pass.row * groups;
     const int32_t* sums = pass.x.sum + pass.row * groups * kRuns;
     const int64_t ahead = pass.ahead_of<ROWS>();
+    const bool passing = ROWS >= kBusyRows && pass.is_passing;
     const uint8_t* weights = pass.panel;
     F32 lo[ROWS], hi[ROWS];
 #pragma GCC unroll 8
@@ -197,7 +200,7 @@ void tile_nibbles(const Pass& pass) {
     for (int64_t g = 0; g < groups; g++, sums += kRuns) {
         const uint16_t* scales = reinterpret_cast<const uint16_t*>(weights);
         const uint8_t* planes = weights + scale_bytes(FORMAT);
-        for (int at = 0; at < scale_bytes(FORMAT) + plane_bytes(FORMAT); at += 64) prefetch(weights + ahead + at);
+        for (int at = 0; at < scale_bytes(FORMAT) + plane_bytes(FORMAT); at += 64) prefetch_weights(weights + ahead + at, passing);
         weights = planes + plane_bytes(FORMAT);
         for (int part = 0; part < kParts; part++, scales += kPanel, planes += kPanel * 4) {
             I32 a[ROWS], b[ROWS];
@@ -210,8 +213,8 @@ void tile_nibbles(const Pass& pass) {
 #pragma GCC unroll kQuadsUnrolled
             for (int quad = 0; quad < kQuads; quad++, x += 4) {
                 if (quad % 2 == 0) {
-                    prefetch(weights + ahead);
-                    prefetch(weights + ahead + 64);
+                    prefetch_weights(weights + ahead, passing);
+                    prefetch_weights(weights + ahead + 64, passing);
                 }
                 const Bytes wa = quad_of<FORMAT>(weights, planes, quad);
                 const Bytes wb = quad_of<FORMAT>(weights + kLanes * 4, planes + kLanes * 4, quad);
@@ -245,6 +248,7 @@ template <int ROWS>
 void tile_bf16(const Pass& pass) {
     const uint16_t* x = reinterpret_cast<const uint16_t*>(pass.x.data) + pass.row * pass.cols;
     const int64_t ahead = pass.ahead_of<ROWS>() / 2;
+    const bool passing = ROWS >= kBusyRows && pass.is_passing;
     const uint16_t* weights = reinterpret_cast<const uint16_t*>(pass.panel);
     alignas(64) float factors[ROWS][kBf16Stretch];  // activations, widened
     for (int64_t k = 0; k < pass.cols; k += kBf16Stretch, weights += kBf16Stretch * kPanel) {
@@ -260,7 +264,7 @@ void tile_bf16(const Pass& pass) {
 #pragma GCC unroll 4
             for (int i = 0; i < kBf16Stretch; i += 2) {
                 const uint16_t* pairs = weights + i * kPanel + half * 2;
-                prefetch(pairs + ahead);
+                prefetch_weights(pairs + ahead, passing);
                 const PairHalves w = load_halves(pairs);
 #pragma GCC unroll 16
                 for (int m = 0; m < ROWS; m++) {
@@ -282,14 +286,15 @@ template <int ROWS, class Order = PairOrder>
 void tile_pairs(const Pass& pass) {
     const uint16_t* x = reinterpret_cast<const uint16_t*>(pass.x.data) + pass.row * pass.cols;
     const int64_t ahead = pass.ahead_of<ROWS>() / 2;
+    const bool passing = ROWS >= kBusyRows && pass.is_passing;
     const uint16_t* weights = reinterpret_cast<const uint16_t*>(pass.panel);
     typename Order::Sum lo[ROWS], hi[ROWS];
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; m++) lo[m] = hi[m] = Order::zero();
 #pragma GCC unroll 2
     for (int64_t k = 0; k < pass.cols; k += 2, x += 2, weights += kPanel * 2) {
-        prefetch(weights + ahead);
-        prefetch(weights + ahead + kPanel);
+        prefetch_weights(weights + ahead, passing);
+        prefetch_weights(weights + ahead + kPanel, passing);
         const typename Order::Pairs a = Order::load_pairs(weights), b = Order::load_pairs(weights + kLanes * 2);
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; m++) {
@@ -306,6 +311,7 @@ void tile_channel(const Pass& pass) {
     constexpr int kSums = sums_per_row(ROWS);
     const int8_t* x = pass.x.data + pass.row * pass.cols;
     const int64_t ahead = pass.ahead_of<ROWS>();
+    const bool passing = ROWS >= kBusyRows && pass.is_passing;
     const uint8_t* weights = pass.panel + head_bytes(KVL_INT8_CHANNEL);
     I32 a[ROWS][kSums], b[ROWS][kSums];
 #pragma GCC unroll 16
@@ -318,8 +324,8 @@ void tile_channel(const Pass& pass) {
     for (int64_t k = 0; k < pass.cols; k += 4 * kSums, x += 4 * kSums) {
 #pragma GCC unroll 4
         for (int s = 0; s < kSums; s++, weights += kPanel * 4) {
-            prefetch(weights + ahead);
-            prefetch(weights + ahead + 64);
+            prefetch_weights(weights + ahead, passing);
+            prefetch_weights(weights + ahead + 64, passing);
             const Bytes wa = load_bytes(weights), wb = load_bytes(weights + kLanes * 4);
 #pragma GCC unroll 16
             for (int m = 0; m < ROWS; m++) {

@@ -237,7 +237,7 @@ void Step::panel(const kvl_instruction& instruction, int64_t index, const Activa
     const Epilogue epilogue = epilogue_of(instruction, index, thread);
     for (int64_t i = 0; i < way.passes.count; i++) {
         const int64_t begin = span.begin + way.passes.begin(i), end = span.begin + way.passes.begin(i + 1);
-        const Pass pass{x, begin, linear.padded_cols, linear.panel(index), sums, &epilogue, way.ahead(i, linear.padded_cols)};
+        const Pass pass{x, begin, linear.padded_cols, linear.panel(index), sums, &epilogue, way.ahead(i, linear.padded_cols), way.is_passing()};
         way.multiply(is_head ? pass.without_epilogue() : pass, int(end - begin));
         for (int64_t r = begin; is_head && r < end; r++) keep_logits(r, index * kPanel, sums + (r - begin) * kPanel, thread);
     }
