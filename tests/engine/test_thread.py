@@ -155,14 +155,15 @@ def test_closing_the_engine_ends_running_requests_and_the_process():
     with_engine(body)
 
 
-def test_closing_over_a_rank_that_hangs_is_no_crash_of_it(caplog):
+@pytest.mark.parametrize("patience_s", [0.0, 0.2])
+def test_closing_over_a_rank_that_hangs_is_no_crash_of_it(caplog, patience_s):
     caplog.set_level(logging.WARNING)
 
     async def body(engine: EngineThread) -> None:
         task = asyncio.create_task(collect(engine, endless("a")))
         await until(lambda: engine.stats().num_running == 1)
         os.kill(rank_pid(engine), signal.SIGSTOP)
-        await asyncio.to_thread(engine.close, 0.2)
+        await asyncio.to_thread(engine.close, patience_s)
         with pytest.raises(Unavailable, match="the server is stopping"):
             await task
 

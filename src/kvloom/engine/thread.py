@@ -16,6 +16,8 @@ from kvloom.engine.inbox import Add, Asked, Drop, Load, Reset, Sleep, Unload, Wa
 from kvloom.engine.link.executor import Process, RankDied
 from kvloom.engine.stats import Stats
 
+_NOTICE_S = 10.0  # in which the thread notices that its ranks are killed: until then their channels stay open
+
 
 class EngineThread:
     """Runs an engine on a thread of its own; its streams are read from one asyncio loop.
@@ -57,13 +59,16 @@ class EngineThread:
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End all requests with an error, then the thread and the ranks. May be called twice."""
+        """End all requests with an error, then the thread and the ranks. May be called twice.
+
+        timeout_s: how long a step may last on; then its ranks are killed.
+        """
         self._driver.close()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
             if self._thread.is_alive():  # a rank hangs in its step
                 self._executor.kill()
-                self._thread.join(timeout_s)
+                self._thread.join(_NOTICE_S)
         self._executor.close()
 
     def stats(self) -> Stats:
