@@ -1,6 +1,8 @@
 """Bytes of blocks go through a socket as they are, whatever pieces they come in, and nobody waits for ever."""
 
 import random
+import select
+import socket
 import threading
 import time
 
@@ -45,6 +47,46 @@ def test_bytes_come_as_they_were_sent_whatever_pieces_they_come_in(sizes):
                 assert target is None or (target == block).all()
                 assert target is None or len(target) == 0 or found.tobytes() == xxhash.xxh3_128_digest(block)
         thread.join()
+
+
+def test_behind_blocks_a_single_byte_is_enough_to_be_woken():
+    near, far = tcp_pair()
+    size = 3 << 20
+    target = np.zeros(size, np.uint8)
+
+    def send() -> None:
+        far.sendall(bytes(size // 2))
+
+    with near, far:
+        thread = threading.Thread(target=send)
+        thread.start()
+        with pytest.raises(TimeoutError):  # so it waits, whatever the two threads do first
+            receive_summed(Channel(near), Spans.of([target], [size]), time.monotonic() + 0.2)
+        thread.join()
+        assert near.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+        while select.select([near], [], [], 0)[0]:
+            near.recv(size)
+        far.sendall(b"x")
+        assert select.select([near], [], [], WAIT_S)[0]
+
+
+def test_the_last_bytes_of_blocks_are_not_waited_for_in_vain():
+    near, far = tcp_pair()
+    size = 300_000
+    target = np.zeros(size, np.uint8)
+    data = random.Random(1).randbytes(size)
+    sums: list[bytes] = []
+
+    def receive() -> None:
+        sums.append(receive_summed(Channel(near), Spans.of([target], [size]), soon()).tobytes())
+
+    with near, far:
+        thread = threading.Thread(target=receive)
+        thread.start()
+        far.sendall(data[:-1])
+        far.sendall(data[-1:])
+        thread.join(WAIT_S)
+        assert sums == [xxhash.xxh3_128_digest(data)]
 
 
 def test_who_sends_waits_no_longer_than_it_may():

@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <climits>
 #include <cstdint>
+#include <numeric>
 
 #include "sums.hpp"
 
@@ -23,6 +24,8 @@ using ems::Xxh3;
 
 constexpr int kClosed = -1;               // returned instead of an errno: the peer has closed the connection
 constexpr size_t kMost = 256 << 10;       // most bytes per system call: well within a core's second-level cache
+// Bytes that must have arrived before a waiting receiver is woken, if so many are left.
+constexpr uint64_t kWoken = 256 << 10;
 constexpr int kPieces = 64;               // most blocks per system call
 constexpr size_t kUnwantedBytes = 16 << 10;  // most unwanted bytes read at a time
 
@@ -53,12 +56,45 @@ int wait(int fd, short events, int64_t deadline_ns) {
     }
 }
 
+// The low-water mark of a receiving socket (SO_RCVLOWAT): a wake-up for each segment costs the receiver, and a sender on
+// the same machine, more than a copy. At the end of a call one byte is enough again, as readers of frames need it.
+class LowWater {
+  public:
+    explicit LowWater(int fd) : fd_(fd) {}
+    ~LowWater() { set(1); }
+    LowWater(const LowWater&) = delete;
+    LowWater& operator=(const LowWater&) = delete;
+
+    // Waits for the next of the `left` bytes that are still to come. An errno, or 0.
+    int await(uint64_t left, int64_t deadline_ns) {
+        set(static_cast<int>(std::min(left, kWoken)));
+        return wait(fd_, POLLIN, deadline_ns);
+    }
+
+  private:
+    // Where the system refuses, the receiver is woken sooner.
+    void set(int bytes) {
+        if (bytes != bytes_ && setsockopt(fd_, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes) == 0) {
+            bytes_ = bytes;
+        }
+    }
+
+    int fd_;
+    int bytes_ = 1;
+};
+
 // The position in a batch: the current piece, and the number of its bytes that are done.
 class Position {
   public:
     Position(const Piece* pieces, int64_t num) : pieces_(pieces), num_(num) { skip_empty(); }
 
     bool is_at_end() const { return index_ == num_; }
+
+    // Bytes that are not transferred yet.
+    uint64_t left() const {
+        const auto add = [](uint64_t size, const Piece& piece) { return size + piece.size; };
+        return std::accumulate(pieces_ + index_, pieces_ + num_, uint64_t{0}, add) - done_;
+    }
 
     // Fills `parts` with the memory to send from or receive into next, at most kMost bytes; returns the number of
     // parts. `unwanted`: memory for bytes that are dropped.
@@ -163,6 +199,7 @@ int stream_receive(int fd, const Xxh3* xxh3, const Piece* pieces, int64_t num, i
     }
     uint8_t unwanted[kUnwantedBytes];
     iovec parts[kPieces];
+    LowWater low_water(fd);
     for (Position position(pieces, num); !position.is_at_end();) {
         msghdr message{};
         message.msg_iov = parts;
@@ -173,7 +210,8 @@ int stream_receive(int fd, const Xxh3* xxh3, const Piece* pieces, int64_t num, i
         } else if (count == 0) {
             return kClosed;
         } else if (errno != EINTR) {
-            const int problem = errno == EAGAIN || errno == EWOULDBLOCK ? wait(fd, POLLIN, deadline_ns) : errno;
+            const bool is_empty = errno == EAGAIN || errno == EWOULDBLOCK;
+            const int problem = is_empty ? low_water.await(position.left(), deadline_ns) : errno;
             if (problem != 0) {
                 return problem;
             }

@@ -24,10 +24,9 @@ struct Pass {
     float* out = nullptr;
     const Epilogue* epilogue = nullptr;  // its rows are counted as those of `x`; null = sums stay in `out`
     int64_t ahead = kPrefetchBytes;      // prefetch distance in bytes; ignored for a single row (ahead_of)
-    bool is_passing = false;             // no other pass reads the panel, and the processor keeps what passes from its last-level cache
+    bool is_passing = false;             // weights bypass the last-level cache (Way::is_passing)
 
-    // The epilogue with rows counted from the first one of the pass; without an epilogue, one that stores sums in
-    // `out`.
+    // The epilogue, its rows counted from the first one of the pass; without one, an epilogue that stores sums in `out`.
     Epilogue end() const {
         Epilogue end;
         if (epilogue != nullptr) return epilogue->from(row);
@@ -35,9 +34,7 @@ struct Pass {
         return end;
     }
     template <int ROWS>
-    int64_t ahead_of() const {
-        return ROWS == 1 ? kPrefetchBytes : ahead;
-    }
+    int64_t ahead_of() const { return ROWS == 1 ? kPrefetchBytes : ahead; }
     Pass without_epilogue() const { return {x, row, cols, panel, out, nullptr, ahead, is_passing}; }
     void ask(int begin, int end) const {
         for (int r = begin; epilogue != nullptr && r < end; r++) epilogue->ask(row + r);
@@ -50,8 +47,7 @@ struct Pass {
 
 using Tile = void (*)(const Pass&);
 
-// Number of independent integer sums per row: with few rows a single chain of dot products would be bound by its
-// latency.
+// Independent integer sums per row: with few rows a single chain of dot products would be bound by its latency.
 constexpr int sums_per_row(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
 // Adds the independent integer sums of one row into sums[0], and returns it.
