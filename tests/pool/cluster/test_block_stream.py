@@ -14,7 +14,7 @@ from ems.common.channel import Channel
 from kvloom.pool.cluster.block_stream import receive_summed, send_blocks
 from kvloom.pool.storage.spans import Spans
 from tests.support.pool.node_proxy import tcp_pair
-from tests.support.waiting import WAIT_S
+from tests.support.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.usefixtures("either_kind")
 
@@ -84,6 +84,7 @@ def test_the_last_bytes_of_blocks_are_not_waited_for_in_vain():
         thread = threading.Thread(target=receive)
         thread.start()
         far.sendall(data[:-1])
+        until(lambda: target[:-1].tobytes() == data[:-1])  # so the receiver waits for the last byte alone
         far.sendall(data[-1:])
         thread.join(WAIT_S)
         assert sums == [xxhash.xxh3_128_digest(data)]
