@@ -18,8 +18,9 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from kvloom.net.keystore import KeyStore, write_private
+from kvloom.net.keystore import KeyStore
 from kvloom.net.tlsconfig import TlsConfig, default_paths, node_paths
+from kvloom.writing import write_private
 
 VALID_DAYS = 365
 TLS_DOMAIN = 1

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import secrets
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvloom.contract.errors import UserError
 from kvloom.reading import read_bytes
+from kvloom.writing import write_private
 
 FORMAT = 1
 PREFIX = "kvk1"
@@ -112,21 +112,6 @@ class KeyStore:
         content.generation += 1
         for path in self._paths:
             write_private(path, _dump(content))
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Replace `path` atomically by a file with mode 0600; a crash leaves the old one intact."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp's mode is 0600
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def is_encrypted(text: str) -> bool:

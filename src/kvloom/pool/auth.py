@@ -3,7 +3,6 @@
 import ctypes
 import json
 import logging
-import os
 import secrets
 import threading
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from ems.keys import DEFAULT_TENANT, derive, proof, same, verifier
 from kvloom.reading import read_text
+from kvloom.writing import write_private
 
 log = logging.getLogger(__name__)
 
@@ -69,16 +69,6 @@ def read_credentials(path: Path) -> list[Credential]:
 def write_credentials(path: Path, credentials: Iterable[Credential]) -> None:
     """What `read_credentials` reads. Raises OSError."""
     write_private(path, json.dumps([each.to_json() for each in credentials], indent=1).encode() + b"\n")
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Replace a file by one that only its owner can read; never leaves a partial file. Raises OSError."""
-    fresh = path.with_name(path.name + ".new")
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
 
 
 class Keyring:

@@ -347,6 +347,7 @@ def test_a_node_that_restarts_without_the_control_plane_knows_what_it_was_told(s
 
 
 def test_what_cannot_be_kept_is_counted(served, tmp_path):
+    (tmp_path / "none").write_text("no folder")
     with ExitStack() as stack:
         agent = controlled(stack, served.base_url, "a", state=tmp_path / "none" / "orders")
         assert agent._control.beat(), "the node goes on"

@@ -11,9 +11,10 @@ import subprocess
 import pytest
 
 from kvloom.net.devcerts import issue, make_authority, make_crl, make_files
-from kvloom.net.keystore import KeyStore, write_private
+from kvloom.net.keystore import KeyStore
 from kvloom.net.tlsconfig import TlsConfig, TlsError
 from kvloom.server.secure.tls import reload_on_sighup, tls_context
+from kvloom.writing import write_private
 from mindieclient.python.httpclient import MindIEClientException, MindIEHTTPClient
 from tests.support.wire.triton import FakeTriton, serving
 

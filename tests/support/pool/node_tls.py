@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from kvloom.net.devcerts import Pair, issue_node, make_authority, make_crl
-from kvloom.net.keystore import write_private
 from kvloom.net.tlsconfig import TlsConfig
+from kvloom.writing import write_private
 
 
 class NodeFiles:

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from kvloom.mistakes import problem_of
-from kvloom.pool.auth import new_credential, read_credentials, write_credentials, write_private
+from kvloom.pool.auth import new_credential, read_credentials, write_credentials
 from kvloom.pool.control.state import ACCESS_ID
+from kvloom.writing import write_private
 
 
 def credentials(

@@ -13,12 +13,13 @@ import httpx
 import msgspec
 
 from ems.keys import derive, same
-from kvloom.pool.auth import Credential, node_token, write_private
+from kvloom.pool.auth import Credential, node_token
 from kvloom.pool.cluster.peers import Peers
 from kvloom.pool.config import Address, TenantLimits, parse_address
 from kvloom.pool.control.state import Heartbeat, Orders
 from kvloom.pool.node import Node, collect
 from kvloom.reading import read_bytes
+from kvloom.writing import write_private
 
 log = logging.getLogger(__name__)
 

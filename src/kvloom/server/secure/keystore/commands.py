@@ -7,9 +7,10 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from kvloom.net.keystore import KeyStore, KeyStoreError, is_encrypted, write_private
+from kvloom.net.keystore import KeyStore, KeyStoreError, is_encrypted
 from kvloom.net.tlsconfig import DEFAULT_MASTER, DEFAULT_STANDBY
 from kvloom.reading import read_bytes
+from kvloom.writing import write_private
 
 MAX_FILE_BYTES = 10 * 1024 * 1024
 TLS_KEY = Path("security/keys/server.key.pem")
