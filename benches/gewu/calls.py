@@ -22,7 +22,7 @@ def main() -> None:
 def bench(real_model: str | None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        program = compile_c(folder, SOURCE)
+        program = compile_c(SOURCE)
         measure(program, DaemonProcess(folder, {}, GEWU_IDLE_UNLOAD_S="1"), str(make_model(folder / "model")), "fake")
         if real_model is not None:
             real = folder / "real"

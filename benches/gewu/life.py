@@ -40,10 +40,10 @@ def measure(model: str, soak_s: float) -> None:
         with_daemon(folder / "calls", {"rate": 20}, lambda d: bench_kill(d, small))
         with_daemon(folder / "budget", {}, lambda d: bench_over_budget(d, folder), GEWU_MEM_BUDGET="256M")
         with_daemon(folder / "many", {}, lambda d: bench_many(d, small))
-        with_daemon(folder / "soak", {"rate": 500}, lambda d: bench_soak(d, small, folder, soak_s))
+        with_daemon(folder / "soak", {"rate": 500}, lambda d: bench_soak(d, small, soak_s))
         if model != "fake":
             path = find_model(model).resolve()
-            with_daemon(folder / "share", None, lambda d: bench_sharing(d, path, folder))
+            with_daemon(folder / "share", None, lambda d: bench_sharing(d, path))
             with_daemon(folder / "turns", None, lambda d: bench_turns(d, path))
             with_daemon(folder / "abort", None, lambda d: bench_abort(d, path))
             with_daemon(folder / "side", None, lambda d: bench_neighbour(d, path))
@@ -114,9 +114,9 @@ def bench_many(daemon: DaemonProcess, model: Path) -> None:
     client.close()
 
 
-def bench_soak(daemon: DaemonProcess, model: Path, folder: Path, soak_s: float) -> None:
+def bench_soak(daemon: DaemonProcess, model: Path, soak_s: float) -> None:
     """Random calls of 8 clients, 16 threads each; what the daemon holds after the first round against the end."""
-    program = compile_c(folder, ABI / "stress.c")
+    program = compile_c(ABI / "stress.c")
     command = [str(program), str(model), str(SOAK_ROUND_S)]
     end_s = time.monotonic() + soak_s
     rounds: list[dict[str, int]] = []
@@ -140,13 +140,13 @@ def bench_soak(daemon: DaemonProcess, model: Path, folder: Path, soak_s: float) 
 # -- with the real engine
 
 
-def bench_sharing(daemon: DaemonProcess, model: Path, folder: Path) -> None:
+def bench_sharing(daemon: DaemonProcess, model: Path) -> None:
     """What a second app on a loaded model adds: to the daemon, and in the app."""
     first = Client(daemon)
     first.ask(first.create(model), max_tokens=8)
     pids = (daemon.process.pid, daemon.model()["pid"])
     before = sum(pss_bytes(pid) for pid in pids)
-    program = compile_c(folder, EXAMPLE)
+    program = compile_c(EXAMPLE)
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
     with subprocess.Popen([str(program), str(model)], env=daemon.environ, **pipes) as app:
         assert app.stdin is not None
