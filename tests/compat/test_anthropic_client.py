@@ -14,7 +14,7 @@ anthropic = lazily("anthropic")
 
 pytestmark = pytest.mark.compat
 FIELDS = {"model": MODEL, "max_tokens": 300, "messages": [{"role": "user", "content": "hello"}]}
-GREEDY = {"extra_body": {"temperature": 0}}  # this client has no temperature of its own
+GREEDY = {"extra_body": {"temperature": 0}}  # this client sends no temperature by default
 KEY = "kvl-0123456789abcdef0123456789abcdef"
 
 

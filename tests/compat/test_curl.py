@@ -1,4 +1,4 @@
-"""The curl lines of spec 2.4, verbatim but for the port, in a folder that holds the client's certificate."""
+"""The curl commands of spec 2.4, verbatim except for the port, in a folder that holds the client's certificate."""
 
 import json
 import subprocess
@@ -124,7 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[FakeServer]:
-    """Token ids of the mock end at 257, so the sample's ids are smaller ones; the rest is the sample's."""
+    """A TLS server for the samples. The mock's token ids end at 257, so the samples' larger ids are replaced."""
     context = tls_context(make_files(folder))
     with fake_server(names=("llama_65b",), tls=context, max_iter_times=512) as running:
         yield running
@@ -174,7 +174,7 @@ def test_triton(server: FakeServer, folder: Path):
     assert (answer["id"], output["name"], output["shape"]) == ("42", "output0", [1, len(output["data"])])
     whole = json.loads(curl(server, folder, f"-X POST -d '{{{TEXT}' {base}/generate"))
     stream = events(curl(server, folder, f"-X POST -d '{{{TEXT}' {base}/generate_stream"), "data:")
-    assert "".join(str(event["text_output"]) for event in stream) == whole["text_output"]  # its seed is 123
+    assert "".join(str(event["text_output"]) for event in stream) == whole["text_output"]  # same seed, 123
     assert stream[-1]["details"]["finish_reason"] == whole["details"]["finish_reason"]
 
 

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.compat, pytest.mark.timeout(300)]
 
 
 def run(package: str, script: str, *arguments: str) -> str:
-    """What a script, or a module of the package, printed, run by the interpreter that has the package."""
+    """The output of a script, or of a module of the package, run by the interpreter that has the package."""
     variable = f"KVLOOM_{package.upper()}_PYTHON"
     python = os.environ.get(variable)
     if python is None and importlib.util.find_spec(package) is None:
@@ -47,7 +47,7 @@ def test_vllms_offloading_tier():
 
 
 def test_lmcaches_l2_outlives_its_process():
-    """Chunks of 256 KiB, stored by one storage manager, found by another; by none with another salt, dtype or model."""
+    """A second storage manager finds the stored chunks of 256 KiB, but not with another salt, dtype or model."""
     with running_agent(pool_bytes=32 << 20, segment_bytes=4 << 20, slab_bytes=1 << 20) as agent:
         socket = str(agent.config.socket)
         run("lmcache", "lmcache_l2.py", socket, "m", "store")
@@ -58,7 +58,7 @@ def test_lmcaches_l2_outlives_its_process():
 
 
 def test_lmcaches_own_check_of_l2_adapters():
-    """Its bench stores, looks up and loads, four submits at a time, and verifies what comes back."""
+    """LMCache's bench stores, looks up and loads, four submits at a time, and verifies the loaded bytes."""
     with running_agent(pool_bytes=128 << 20, segment_bytes=16 << 20, slab_bytes=1 << 20) as agent:
         adapter = {"module_path": "ems.integration.lmcache", "class_name": "EmsL2Adapter"}
         settings = {"socket": str(agent.config.socket), "model_id": "m", "timeout_ms": 5000}

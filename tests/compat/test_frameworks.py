@@ -12,20 +12,20 @@ langchain = pytest.importorskip("langchain_openai", reason="run by `make compat`
 langchain_ollama = pytest.importorskip("langchain_ollama", reason="run by `make compat`")
 litellm = pytest.importorskip("litellm", reason="run by `make compat`")
 
-pytestmark = [pytest.mark.compat, pytest.mark.filterwarnings("ignore")]  # their own deprecations
+pytestmark = [pytest.mark.compat, pytest.mark.filterwarnings("ignore")]  # they warn of their own deprecations
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 
 
 class Weather(BaseModel):
     """The weather of a city."""
 
-    model_config = ConfigDict(extra="forbid")  # else a model of random letters adds fields without end
+    model_config = ConfigDict(extra="forbid")  # otherwise the mock, which writes random letters, adds fields endlessly
     city: Literal["Bonn", "Rome"]
     days: int = Field(ge=0, le=9)
 
 
 class Anything(BaseModel):
-    """What any JSON object is."""
+    """Any JSON object."""
 
 
 @pytest.mark.parametrize(("mode", "model"), [("JSON", Anything), ("JSON_SCHEMA", Weather), ("TOOLS", Weather)])
@@ -33,7 +33,7 @@ def test_instructor(server: FakeServer, mode: str, model: type[BaseModel]):
     client = instructor.from_provider(
         f"openai/{MODEL}", base_url=server.url + "/v1", api_key="none", mode=instructor.Mode[mode]
     )
-    # in JSON mode the object of random letters may go on until the limit: then instructor asks again
+    # in JSON mode the mock's random object may be cut by max_tokens; instructor then asks again
     answer = client.create(response_model=model, messages=MESSAGES, max_tokens=200, max_retries=30)
     assert isinstance(answer, model)
 

@@ -24,7 +24,7 @@ LAST_LINES = {
     "status": "gets_slot_count: {'total_slots': 64, 'free_slots': 64",
     "cancel": "Test cancel api succeed!",
 }
-if OVER_VLLM:  # these ask for a watermark and typical sampling, which it has not
+if OVER_VLLM:  # the other samples ask for a watermark and typical sampling, which vLLM does not support
     LAST_LINES = {name: line for name, line in LAST_LINES.items() if name in ("infer", "async_infer", "status")}
 
 

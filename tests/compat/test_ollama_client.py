@@ -63,7 +63,7 @@ def test_log_probabilities(client: ollama.Client):
 
 class Person(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
-    age: int = pydantic.Field(ge=0, le=150)  # some would write digits without end
+    age: int = pydantic.Field(ge=0, le=150)  # bounded, since the mock could write digits without end
     is_tall: bool
 
 
@@ -98,7 +98,7 @@ def test_tools_take_python_functions(hermes: FakeServer):
 
 
 def test_a_call_reaches_the_client_as_an_object(hermes: FakeServer):
-    """With a format an answer is of it or calls, so that some seeds of a model of random letters call."""
+    """With a format the answer either matches it or is a call, so that the mock calls with some seeds."""
     with ollama.Client(hermes.url) as client:
         calls = []
         for seed in range(12):

@@ -71,7 +71,7 @@ def test_completions_with_texts_ids_echo_and_log_probabilities(client: openai.Op
 
 
 def test_embeddings(embedder: FakeServer):
-    """The client asks for base64 unless told otherwise."""
+    """By default the client asks for base64."""
     with openai.OpenAI(base_url=embedder.url + "/v1", api_key="none", max_retries=0) as client:
         default = client.embeddings.create(model=MODEL, input=["hello", "hello there"])
         floats = client.embeddings.create(model=MODEL, input=["hello", "hello there"], encoding_format="float")

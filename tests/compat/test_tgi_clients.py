@@ -11,7 +11,7 @@ from tests.support.servers import MODEL, OVER_VLLM, FakeServer, fake_server
 huggingface_hub, text_generation = lazily("huggingface_hub"), lazily("text_generation")
 pytestmark = [
     pytest.mark.compat,
-    pytest.mark.filterwarnings("ignore:The `dict` method is deprecated"),  # of pydantic, in text-generation itself
+    pytest.mark.filterwarnings("ignore:The `dict` method is deprecated"),  # text-generation itself calls it
 ]
 PROMPT = "My name is Olivier and I"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -47,7 +47,7 @@ def test_text_generation_and_its_stream_agree(tgi: "text_generation.Client"):
 
 
 def test_text_generation_options(tgi: "text_generation.Client"):
-    more = {} if OVER_VLLM else {"watermark": True, "typical_p": 0.9}  # which vLLM has not
+    more = {} if OVER_VLLM else {"watermark": True, "typical_p": 0.9}  # vLLM supports neither
     full = tgi.generate(PROMPT, max_new_tokens=4, return_full_text=True, truncate=5, **more)
     assert full.generated_text.startswith(PROMPT)
     best = tgi.generate(PROMPT, max_new_tokens=4, best_of=3, do_sample=True)
@@ -72,7 +72,7 @@ def test_text_generation_async(server: FakeServer, tgi: "text_generation.Client"
 
 
 def test_text_generation_chats():
-    """It names the model "tgi", always. (Its chat stream asks for `tool_calls` in every delta, beyond the protocol.)"""
+    """It always names the model "tgi". (Its chat stream expects `tool_calls` in every delta, beyond the protocol.)"""
     with fake_server() as server:
         answer = text_generation.Client(server.url).chat(messages=MESSAGES, max_tokens=8, seed=1)
         expected = server.chat("hello", max_tokens=8, seed=1).json()

@@ -1,4 +1,4 @@
-"""EMSConnector in vLLM itself: a fresh engine answers from EMS as it would have answered by computing.
+"""EMSConnector in vLLM itself: the answer of a fresh engine from EMS equals the computed answer.
 
 KVLOOM_VLLM_PYTHON names an interpreter that has vLLM 0.32 (the CPU build will do) and this package's dependencies.
 """
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.compat, pytest.mark.timeout(900)]
 NUM_TOKENS = 300
 _NO_OFFLOADING = "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs"
 PROMPT = [(7 * i + 3) % 500 for i in range(NUM_TOKENS)]
-WHOLE = NUM_TOKENS // 32 * 32  # tokens of full blocks
+WHOLE = NUM_TOKENS // 32 * 32  # the number of tokens in full blocks
 ENGINE = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -61,7 +61,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Told:
-    """Of an engine's life: (tokens of the prompt that came from a cache, answer), and again after a reset; counters."""
+    """One engine's results: (number of cached prompt tokens, answer), the same after a reset, and EMS counters."""
 
     first: tuple[int, list[int]]
     after_reset: tuple[int, list[int]]
@@ -69,7 +69,7 @@ class Told:
 
 
 def connector(socket: Path, layerwise: bool = False) -> dict[str, object]:
-    """EMSConnector, as kv_transfer_config."""
+    """The kv_transfer_config of EMSConnector."""
     return {
         "kv_connector": "EMSConnector",
         "kv_connector_module_path": "ems.integration.vllm",
@@ -80,14 +80,14 @@ def connector(socket: Path, layerwise: bool = False) -> dict[str, object]:
 
 
 def offloading(socket: Path) -> dict[str, object]:
-    """vLLM's own offloading to host memory, with EMS behind it."""
+    """The kv_transfer_config of vLLM's own offloading to host memory, with EMS as its second tier."""
     tier = {"type": "EmsTier", "module_path": "ems.integration.vllm_tier", "socket": str(socket), "timeout_ms": 5000}
     spec = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 64 << 20, "secondary_tiers": [tier]}
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": spec}
 
 
 def answer(model: Path, transfer: dict[str, object]) -> Told:
-    """What an engine of its own tells."""
+    """The results of a new engine."""
     settings = {"model": str(model), "dtype": "bfloat16", "max_model_len": 512, "prompt": PROMPT}
     settings["kv_transfer_config"] = transfer
     settings["kv_events_config"] = {"enable_kv_cache_events": True, "publisher": "null"}
@@ -121,7 +121,7 @@ def _told(lines: list[str]) -> Told:
 
 
 def kvloom_answer(model: Path, socket: Path) -> tuple[int, list[int]]:
-    """As `Told.first`, of kvloom's engine over the same agent."""
+    """`Told.first` of kvloom's engine over the same agent."""
 
     async def ask() -> tuple[int, list[int]]:
         tier = TierConfig("kvloom.rank.tier.ems:open_tier", 5.0, {"socket": str(socket)})
@@ -163,7 +163,7 @@ def llama_in(folder: Path) -> Path:
 
 
 def test_engines_restart_on_ems_damage_is_computed_and_kinds_never_mix(model):
-    """vLLM, kvloom, kvloom, vLLM layer by layer, and vLLM after damage, on one agent, with one model and one prompt."""
+    """One agent, model and prompt for vLLM, kvloom twice, vLLM layer by layer, and vLLM after a block was damaged."""
     with running_agent(pool_bytes=64 << 20, slab_bytes=1 << 20) as agent:
         socket = agent.config.socket
         cold = answer(model, connector(socket))
@@ -194,7 +194,7 @@ WINDOW = 64
 
 def gemma_in(folder: Path) -> Path:
     """A small Gemma 3 with random weights: every other layer sees 64 tokens."""
-    torch.manual_seed(0)  # with others it says one token for ever
+    torch.manual_seed(0)  # with other weights the model repeats one token for ever
     config = transformers.Gemma3TextConfig(
         vocab_size=512,
         hidden_size=128,
@@ -213,7 +213,7 @@ def gemma_in(folder: Path) -> Path:
 
 
 def test_a_model_with_sliding_windows_goes_on_from_ems(tmp_path):
-    """Cold, restarted, and with a damaged block of a window: vLLM gives the whole request back then."""
+    """Cold, restarted, and with damaged blocks, for which vLLM computes the whole request again."""
     model = gemma_in(tmp_path)
     with running_agent(pool_bytes=64 << 20, slab_bytes=1 << 20) as agent:
         socket = agent.config.socket
@@ -235,7 +235,7 @@ def test_a_model_with_sliding_windows_goes_on_from_ems(tmp_path):
 
 
 def test_vllms_own_offloading_goes_on_from_ems(model):
-    """Another engine finds in EMS what the first one's host memory held."""
+    """A second engine finds in EMS the blocks that the first one offloaded to host memory."""
     with running_agent(pool_bytes=64 << 20, slab_bytes=1 << 20) as agent:
         cold = answer(model, offloading(agent.config.socket))
         assert cold.first[0] == 0

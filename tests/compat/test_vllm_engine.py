@@ -1,6 +1,6 @@
-"""kvloom's server over vLLM itself: the tokens of vLLM's own server, and prompts that come from EMS.
+"""kvloom's server over vLLM itself: it gives the tokens of vLLM's own server, and loads prompts from EMS.
 
-`make compat-vllm` makes an environment with vLLM 0.32 and runs this, and what others test of the server, over it.
+`make compat-vllm` makes an environment with vLLM 0.32, and runs this file and the server's other tests over it.
 """
 
 import json
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.compat, pytest.mark.timeout(900)]
 
 @contextmanager
 def kvloom(folder: Path, model: Path, name: str, **deploy: Any) -> Iterator[ServeProcess]:
-    """kvloom's server over vLLM, by a config.json in `folder`."""
+    """kvloom's server over vLLM, configured by a config.json in `folder`."""
     own = {"modelName": name, "modelWeightPath": str(model), "backendType": "vllm"}
     own["engineOptions"] = {"enforce_eager": True, "dtype": "bfloat16"}
     document = {
@@ -102,7 +102,7 @@ def tiny(folder: Path) -> Path:
 
 
 def greedy(url: str, model: str, prompt: list[int]) -> list[int]:
-    """Tokens of an answer, which both servers tell."""
+    """The token ids of a greedy answer; both servers return them."""
     body = {"model": model, "prompt": prompt, "max_tokens": 64, "temperature": 0, "ignore_eos": True}
     response = httpx.post(f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=WAIT_S)
     assert response.status_code == 200, response.text

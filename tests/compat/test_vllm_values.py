@@ -1,4 +1,4 @@
-"""What vLLM itself computes behind kvloom: the numbers of `transformers`, and seeds."""
+"""kvloom over vLLM itself: its values are those of `transformers`, and seeds have effect."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model() -> transformers.LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def logits(model: transformers.LlamaForCausalLM) -> Logits:
-    """Of every position of some tokens."""
+    """Computes the logits at every position of the given tokens."""
 
     def compute(ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
@@ -116,7 +116,7 @@ def test_stop_tokens_end_an_answer_and_a_minimum_holds_them_back(server: FakeSer
 
 
 def test_scores_are_right_beside_requests_with_log_probabilities(server: FakeServer):
-    """They are of given tokens, which vLLM would mix with others' in one step."""
+    """Scores are log-probabilities of given tokens; in one step vLLM would mix these with those of other requests."""
     body = {"model": MODEL, "text_1": "what is a cat?", "text_2": ["an animal", "a car"]}
     alone = server.post("/v1/score", body).json()["data"]
     expected = complete(server, logprobs=2, max_tokens=60)["logprobs"]

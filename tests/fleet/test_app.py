@@ -1,4 +1,4 @@
-"""What Serve is told to run, of the arguments that the fleet was given. Starts no Ray."""
+"""The Serve deployments that follow from a fleet's arguments. Without Ray."""
 
 import json
 
@@ -14,7 +14,7 @@ app, exceptions = Lazily("kvloom.fleet.app"), Lazily("ray.serve.exceptions")
 
 
 def deployments(**args) -> dict:
-    """By name, the ingress's and those it is bound to."""
+    """Name -> deployment: the ingress and those that it is bound to."""
     ingress = app.application(make_plan(parse_args({"backend": "fake", **args})))._bound_deployment
     bound = [each._bound_deployment for each in ingress.init_args if hasattr(each, "_bound_deployment")]
     return {each.name: each for each in (ingress, *bound)}

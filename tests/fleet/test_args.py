@@ -1,4 +1,4 @@
-"""A wrong fleet.yaml is told by the path of its mistake; what cannot start says why in one line."""
+"""An error in a fleet.yaml names the path of the mistake; a fleet that cannot start says why in one line."""
 
 import json
 import socket
@@ -134,7 +134,7 @@ def test_the_server_does_not_need_ray():
 
 
 def run_without_ray(*options: str) -> str:
-    """What `kvloom fleet run` says where Ray cannot be imported."""
+    """The message of `kvloom fleet run` where Ray cannot be imported."""
     program = "import sys; sys.modules['ray'] = None; from kvloom.cli import main; main()"
     command = [sys.executable, "-c", program, "fleet", "run", "--backend", "fake", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

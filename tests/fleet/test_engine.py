@@ -1,4 +1,4 @@
-"""What the server sees of a fleet: one engine, whose requests outlive the replicas they were on."""
+"""The fleet as the server sees it: one engine, whose requests survive the loss of their replicas."""
 
 import asyncio
 from dataclasses import replace
@@ -95,7 +95,7 @@ def test_hints_tell_images_apart_and_requests_bring_them():
         asyncio.run(answer(engine, replace(request(), id=f"r{number}", prompt_ids=seen, sight=sight)))
     red, blue, again = (keys_of(hint.prefix) for hint in replicas.hints)
     assert red == again
-    assert red[0] == blue[0]  # 16 tokens before the image
+    assert red[0] == blue[0]  # the 16 tokens before the image
     assert not set(red[1:]) & set(blue[1:])
     assert replicas.requests[1].sight.images[0].data == b"blue"
 

@@ -1,4 +1,4 @@
-"""The whole server before a fleet: its bound, its figures, its refusals. Without Ray."""
+"""The whole server in front of a fleet: its limit of requests, its metrics, its refusals. Without Ray."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -22,7 +22,7 @@ ABOUT = About("r0", "w8a8", "1", "n", 1, 256, INFO)
 
 @asynccontextmanager
 async def serving(replicas: Replicas, plan=PLAN, num_failures: int = 0):
-    """A client of an ingress; `num_failures`: so often no replica says what it is like."""
+    """An ingress and a client of it. The first `num_failures` requests for a replica's description fail."""
     left = [num_failures]
 
     async def describe() -> About:

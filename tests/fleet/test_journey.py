@@ -1,4 +1,4 @@
-"""A request goes on elsewhere with the tokens it would have had: of one answer, cut anywhere."""
+"""A request that moves to another replica at any token continues with the tokens of the undisturbed answer."""
 
 from dataclasses import replace
 

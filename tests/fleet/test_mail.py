@@ -1,4 +1,6 @@
-"""Deltas by mailbox: complete and in order whatever overtakes what, lost together with their replica. Without Ray."""
+"""Deltas by mailbox are complete and in order, even if messages overtake each other; they are lost only together
+with their replica. Without Ray.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -42,7 +44,7 @@ def replica(loop):
 
 
 class Ingress:
-    """A FleetEngine before one replica. `dies_after[i]`: the i-th mailbox is lost after so many items."""
+    """A FleetEngine in front of one replica. The i-th mailbox is lost after `dies_after[i]` items."""
 
     def __init__(self, replica: EngineReplica, dies_after: tuple[int, ...] = ()) -> None:
         self.dies_after = list(dies_after)
@@ -180,7 +182,7 @@ def asked(number: int) -> bytes:
 
 
 async def read_until_carried(replica, number: int, stream) -> asyncio.Task:
-    """The stream has told its first deltas, and the mailbox brings the others."""
+    """Read a stream's first deltas and wait until the mailbox carries the others; a task that reads the next item."""
     assert isinstance(decode_item(await anext(stream)), Hello)
     assert isinstance(decode_item(await anext(stream)), Brought)
     rest = asyncio.ensure_future(anext(stream))

@@ -1,4 +1,4 @@
-"""Whoever is started below a process and left behind ends with it."""
+"""A process ends the descendants that have lost their own parent."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""An engine as the fleet has it: what it streams, what it reports, what keeps it from starting. Without Ray."""
+"""A replica's engine: what it streams, what it reports, which errors keep it from starting. Without Ray."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""How many replicas are wanted, by the tokens of prompts that wait."""
+"""The number of replicas wanted, from the tokens of waiting prompts."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""A fleet on a real Ray: one cluster for all of these tests, which `kvloom fleet run` starts and ends."""
+"""A fleet on a real Ray: all tests share one cluster, which `kvloom fleet run` starts and ends."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def test_bad_requests_are_refused_as_by_one_server(fleet, path, body, status):
 
 
 def test_everything_listens_on_loopback(fleet):
-    """But for the port of each of Serve's replicas, which Ray opens everywhere and guards with its token."""
+    """Except the port of each of Serve's replicas, which Ray opens on all addresses and guards with its token."""
     processes = [psutil.Process(fleet.process.pid), *psutil.Process(fleet.process.pid).children(recursive=True)]
     listened = {
         c.laddr.ip
@@ -103,7 +103,7 @@ def test_metrics_sum_and_name_the_replicas(fleet):
 @pytest.mark.parametrize("number", range(NUM_KILLS))
 def test_a_replica_killed_at_any_moment_costs_no_token(fleet, number):
     draw = random.Random(number)
-    for most in (250, 100, 30, 10, 3):  # events: on a busy machine they are few, and the killed one had no more to do
+    for most in (250, 100, 30, 10, 3):  # in events; again, earlier, if the killed replica had no request left
         fleet.wait_replicas(2)
         moves, asks = fleet.feed()["moves"], mixed(f"kill {number} {most}", draw)
         kill = Kill(draw.choice(sorted(fleet.engine_pids())), at=draw.randrange(1, most))
@@ -122,7 +122,7 @@ def test_a_replica_that_was_killed_is_replaced(fleet):
 
 
 def fleet_file(tmp_path, **args) -> str:
-    """The path of a fleet.yaml."""
+    """Write a fleet.yaml with these arguments; its path."""
     document = {
         "applications": [
             {
@@ -146,7 +146,7 @@ def serve_run(fleet, tmp_path, **args) -> None:
 
 
 class Load:
-    """Threads that stream until the block is left; every answer must be the one of an undisturbed run."""
+    """Threads that stream until the `with` block ends; every answer must be that of an undisturbed run."""
 
     def __init__(self, fleet, num_threads: int, repeat: int = 1) -> None:
         self._fleet, self._repeat = fleet, repeat
@@ -172,7 +172,7 @@ class Load:
 
 
 def test_its_replicas_have_the_priority_of_a_server(fleet):
-    """Not that of a batch job, which is what Ray gives its workers."""
+    """Ray gives its workers the priority of a batch job."""
     assert {psutil.Process(pid).nice() for pid in fleet.engine_pids()} == {psutil.Process(fleet.process.pid).nice()}
 
 
@@ -186,7 +186,7 @@ def test_a_rolling_upgrade_by_serve_run_loses_no_request(fleet, tmp_path):
 
 
 def status_line(fleet, of: str, part: str) -> str:
-    """The last line with `part` in the message of `of` in Serve's status, as soon as there is one."""
+    """Wait for a line with `part` in the message of `of` in Serve's status; the last such line."""
     program = (
         "import ray, time; from ray import serve; "
         f"ray.init(address='{fleet.ray_address}', log_to_driver=False, logging_level='ERROR')\n"
@@ -230,7 +230,7 @@ def test_each_role_grows_and_shrinks_by_its_own_load_and_no_request_is_lost(tmp_
     file = fleet_file(tmp_path, roles={"threshold": 256} | each, **options)
     with fleet_run("--fleet", file) as fleet:
         until(lambda: roles(fleet) == {"prefill": 1, "decode": 1}, START_S)
-        with Load(fleet, 12):  # short prompts: nobody is asked to compute them apart
+        with Load(fleet, 12):  # short prompts: no prefill replica computes them
             until(lambda: roles(fleet)["decode"] == 2, START_S)
             assert roles(fleet)["prefill"] == 1
         with Load(fleet, 12, repeat=60):
@@ -247,7 +247,7 @@ def test_a_replica_whose_files_have_changed_meanwhile_is_refused_by_name(tmp_pat
     with fleet_run("--fleet", file, backend="auto") as fleet:
         fleet.wait_replicas(2)
         with path.open("ab") as model:
-            model.write(bytes(64))  # as if another version had been copied there
+            model.write(bytes(64))  # as if another version had been copied over it
         os.kill(min(fleet.engine_pids()), signal.SIGKILL)
         size = tiny_path.stat().st_size
         wanted = rf"node \w+ holds the model as .*model\.gguf:{size + 64}, and node \w+ of .*:{size}; give both"
@@ -257,7 +257,7 @@ def test_a_replica_whose_files_have_changed_meanwhile_is_refused_by_name(tmp_pat
 
 
 def run_in_vain(*options: str) -> str:
-    """What `kvloom fleet run` says when it cannot."""
+    """The last line of a `kvloom fleet run` that fails to start."""
     command = [sys.executable, "-m", "kvloom", "fleet", "run", "--backend", "fake", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 1

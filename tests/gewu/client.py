@@ -1,4 +1,4 @@
-"""A client process for tests: reads one command a line on stdin, prints one JSON line of results each.
+"""A client process for tests: reads one command a line on stdin, prints its results as one JSON line.
 
 $QOS_LIBRARY is the libqos.so to load instead of this package's.
 """
@@ -18,7 +18,7 @@ from tests.support.waiting import WAIT_S
 if "QOS_LIBRARY" in os.environ:
     session.library = lambda: Path(os.environ["QOS_LIBRARY"])
 library = load_library()
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: whatever a call is at, the app ends with its test
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the app ends with its test, also in the middle of a call
 replies: dict[int, list[dict]] = {}
 arrived = threading.Condition()
 
@@ -53,7 +53,7 @@ def started(context: int) -> bool:
 
 
 def num_replies(context: int) -> int:
-    """So far."""
+    """The number of replies of this context so far."""
     with arrived:
         return len(replies.get(context, []))
 
@@ -63,7 +63,7 @@ def level(value: int) -> int:
 
 
 def patience(limit_ms: int) -> None:
-    """How long calls wait from now on; of a library that was built with tests/abi/patience.h."""
+    """Set how long calls wait from now on. Needs a library that was built with tests/abi/patience.h."""
     os.environ["TEST_PATIENCE_MS"] = str(limit_ms)
 
 

@@ -13,7 +13,7 @@ RATE = 200.0  # tokens a second
 
 @pytest.fixture
 def start_daemon(tmp_path: Path) -> Iterator[Callable[..., DaemonProcess]]:
-    """Starts a daemon of this test's own."""
+    """Starts daemons that only this test uses."""
     daemons: list[DaemonProcess] = []
 
     def start(fake: dict[str, Any] | None = None, *options: str, **environ: str) -> DaemonProcess:
@@ -29,7 +29,7 @@ def start_daemon(tmp_path: Path) -> Iterator[Callable[..., DaemonProcess]]:
 
 @pytest.fixture(scope="session")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """One daemon for all tests that leave nothing behind in it."""
+    """One daemon shared by all tests that leave no state in it."""
     found = DaemonProcess(tmp_path_factory.mktemp("daemon"), {"rate": RATE})
     yield found
     found.stop()
@@ -56,7 +56,7 @@ def start_client() -> Iterator[Callable[[DaemonProcess], Client]]:
 
 @pytest.fixture(scope="session")
 def client(daemon: DaemonProcess) -> Iterator[Client]:
-    """One app for all tests of single calls."""
+    """One app shared by all tests of single calls."""
     found = Client(daemon)
     yield found
     found.close()

@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def hold(tmp_path: Path) -> Path:
-    """While this file is there, no answer of the fake engine ends that was told of it."""
+    """While this file exists, a fake engine that was given its path ends no answer."""
     return tmp_path / "hold"
 
 
@@ -56,9 +56,9 @@ def test_a_session_may_ask_for_its_model_to_be_kept(start_daemon, start_client, 
     daemon = start_daemon({}, GEWU_IDLE_UNLOAD_S="0.1")
     client = start_client(daemon)
     client.create(model, keep_alive_s=60)
-    client.create(model)  # which asks for nothing
+    client.create(model)  # without keep_alive_s
     until(lambda: daemon.model()["state"] == "ready")
-    client.ask(client.create(make_model(tmp_path / "other")))  # last used, first unloaded
+    client.ask(client.create(make_model(tmp_path / "other")))  # used last, but unloaded first
     states = until(lambda: (found := [model["state"] for model in daemon.status()["models"]]).count("absent") and found)
     assert states == ["ready", "absent"]
 
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused_at_once(start_daemon, start_client, tmp_pa
 def test_a_request_whose_kv_cache_finds_no_room_is_refused_at_once(start_daemon, start_client, tmp_path):
     daemon = start_daemon({"rate": 5}, GEWU_MEM_BUDGET="300M")
     client = start_client(daemon)
-    path = make_model(tmp_path / "model", 100 * MIB)  # 200 MiB for KV hold 1,600 tokens of a model of unknown shape
+    path = make_model(tmp_path / "model", 100 * MIB)  # 200 MiB hold KV of 1,600 tokens if the shape is unknown
     session, other = client.create(path), client.create(path)
     until(lambda: daemon.model()["state"] == "ready")
     chat = {"messages": [{"role": "user", "content": "hi"}]}

@@ -105,7 +105,7 @@ def test_the_python_binding(daemon, model, monkeypatch):
         assert session.ask(messages) == ANSWER
         stream = session.stream(messages)
         assert next(stream) == "LLM "
-        stream.close()  # aborts
+        stream.close()  # aborts the request
         request = session.submit(messages, lambda reply: None)
         request.abort()
         with pytest.raises(Refused) as caught:

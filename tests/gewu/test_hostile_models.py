@@ -1,4 +1,4 @@
-"""Model files of all kinds: Create always answers with a documented code, and others' sessions go on."""
+"""Damaged and hostile model files: Create always returns a documented code, and other sessions go on."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What one app asks for, or what befalls a model's process, is not another app's."""
+"""An app's calls, or the failure of its model's process, do not affect another app."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_a_model_process_that_freezes_while_it_loads_is_ended(start_daemon, star
     def new_workers() -> set[int]:
         return set(children_of(daemon.process.pid, "worker")) - known
 
-    for number in range(20):  # one that has loaded its model before we come is not what is asked for
+    for number in range(20):  # again if a worker has loaded its model before it is stopped
         context = client.submit(client.create(make_model(tmp_path / f"model{number}")))
         for worker in until(new_workers):
             os.kill(worker, signal.SIGSTOP)

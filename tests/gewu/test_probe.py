@@ -51,7 +51,7 @@ def text(value: str) -> bytes:
 
 
 def write_gguf(path: Path, arch: str = "llama", shape: dict[str, int] = SHAPE, num_bytes: int = 0) -> Path:
-    """Only the header of a GGUF file, whose vocabulary is cut off; `num_bytes`: made so long."""
+    """Write only the header of a GGUF file, cut off inside its vocabulary, and extend the file to `num_bytes`."""
     pairs = [text("general.architecture") + struct.pack("<I", 8) + text(arch)]
     pairs += [text(f"{arch}.{key}") + struct.pack("<II", 4, value) for key, value in shape.items()]
     pairs += [text("tokenizer.ggml.model") + struct.pack("<I", 8) + text("gpt2"), text("tokenizer.ggml.tokens")]

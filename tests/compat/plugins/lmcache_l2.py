@@ -1,4 +1,4 @@
-"""Run by an interpreter with LMCache: its storage manager over EMS. Arguments: socket, model_id, seed, what to do."""
+"""Run by an interpreter with LMCache: its storage manager over EMS. Arguments: socket, model_id, "store" or "fetch"."""
 
 import sys
 import time
@@ -53,7 +53,7 @@ def store(manager: StorageManager) -> None:
 
 
 def fetch(manager: StorageManager, keys: list[ObjectKey], dtype: torch.dtype = DTYPE) -> int:
-    """How many chunks came from L2; each is compared with what was stored."""
+    """The number of chunks that came from L2; each is compared with the stored one."""
     group = GroupedObjectKeys(keys, 0, MemoryLayoutDesc([SHAPE], [dtype]))
     handle = manager.submit_prefetch_task(PrefetchTaskSpec([group]))
     assert manager.wait_prefetch_status(handle, 20)

@@ -12,7 +12,7 @@ PAGE, LAYERS, HEADS, DIM, PAGES = 16, 3, 2, 8, 12
 
 
 class HostPool:
-    """The parts of SGLang's MHATokenToKVPoolHost that storages use, in its layout "page_first"."""
+    """The parts of SGLang's MHATokenToKVPoolHost that its storage classes use, in its layout "page_first"."""
 
     layout, page_size, layer_num, head_num, head_dim, dtype = "page_first", PAGE, LAYERS, HEADS, DIM, torch.bfloat16
 
@@ -112,7 +112,7 @@ def as_tensors(socket: str) -> None:
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """What the ValueError says that the call raises."""
+    """The message of the ValueError that the call must raise."""
     try:
         call()
     except ValueError as error:

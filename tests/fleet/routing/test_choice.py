@@ -1,4 +1,4 @@
-"""Which replica a prompt goes to: prefixes count, load is bounded by the guard."""
+"""The choice of a replica for a prompt: prefixes count, the guard bounds the load."""
 
 import itertools
 

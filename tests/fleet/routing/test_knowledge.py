@@ -1,4 +1,4 @@
-"""What is known of replicas' prefix caches: fed by routing, corrected by reports, bounded."""
+"""The router's knowledge of replicas' prefix caches: extended by routing, corrected by reports, bounded in size."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What each replica has before it: given, begun, ended."""
+"""The ledger of each replica's outstanding work: routed, begun, ended."""
 
 from hypothesis import given
 from hypothesis import strategies as st

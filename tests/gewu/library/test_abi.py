@@ -39,7 +39,7 @@ EXPORTED = {
 }
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 THREAD_SANITIZER = ("-fsanitize=thread",)
-STRESS_S = os.environ.get("STRESS_S", "1")  # seconds; the long run: STRESS_S=60
+STRESS_S = os.environ.get("STRESS_S", "1")  # seconds; STRESS_S=60 makes a long run
 
 
 def test_exactly_the_public_functions_are_exported():

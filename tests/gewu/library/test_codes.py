@@ -1,4 +1,4 @@
-"""What Create and Submit answer, row by row, through the C ABI."""
+"""The codes that Create and Submit return through the C ABI, for each row of the table of errors."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_create_without_a_daemon(daemon, tmp_path, model):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up its rights for the app alone")
 def test_create_refuses_what_the_caller_cannot_read(daemon, tmp_path):
-    """The daemon, root here, could read it; the app cannot."""
+    """The daemon, which runs as root here, could read the file; the app cannot."""
     hidden = make_model(tmp_path / "hidden" / "model")
     (tmp_path / "hidden").chmod(0)
     code = """

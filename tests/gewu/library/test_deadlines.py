@@ -1,4 +1,4 @@
-"""Against a service that is stopped, or says half of what it should, every call returns; what comes late is undone."""
+"""Every call returns when the service is stopped or answers incompletely; the effects of late answers are undone."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path, library: Path) -> Iterator[Callable[[Callable[[Peer], None]], tuple[Service, Client]]]:
-    """Starts a service of the test's own, and an app that finds it, of long patience until a test says otherwise."""
+    """Starts a scripted service and an app connected to it, whose calls wait long until a test shortens that."""
     services: list[Service] = []
     clients: list[Client] = []
 
@@ -84,7 +84,7 @@ def test_create_ends_while_nobody_accepts(tmp_path, library, model):
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
         listener.bind(str(path))
         listener.listen(0)
-        first.connect(str(path))  # which is all that the queue holds
+        first.connect(str(path))  # fills the queue of the listener
         app = SimpleNamespace(environ={**os.environ, "GEWU_SOCKET": str(path), "QOS_LIBRARY": str(library)})
         client = Client(app)
         client.call("patience", SHORT_MS)
@@ -127,7 +127,7 @@ def test_submit_ends_with_nosys_and_destroy_and_abort_as_ever(start, model, scri
 
 
 def test_a_thousand_sessions_of_a_stopped_service_end_at_once(start, model):
-    """Each waiting its turn would take three minutes."""
+    """If each Destroy waited for the one before, the test would take three minutes."""
 
     def script(peer: Peer) -> None:
         peer.greet()
@@ -143,7 +143,7 @@ def test_a_thousand_sessions_of_a_stopped_service_end_at_once(start, model):
 
 
 def test_what_comes_too_late_is_undone(start, model):
-    """A Create's session is destroyed, a Submit's request aborted, and its replies reach nobody."""
+    """The session of a late Create is destroyed; the request of a late Submit is aborted, its replies are dropped."""
     late = threading.Event()
     undone: list[Frame | None] = []
 
@@ -178,7 +178,7 @@ def test_what_comes_too_late_is_undone(start, model):
 
 
 def test_what_was_never_sent_is_taken_back(start, model):
-    """A service that reads again finds the frame that was on its way, and none that was given up behind it."""
+    """A service that reads again receives the frame that was partly sent, but not the later ones that were given up."""
     late = threading.Event()
 
     def script(peer: Peer) -> None:
@@ -204,14 +204,14 @@ REPLY = b'{"message":{"role":"assistant","content":"yes"},"finish_reason":"stop"
 
 
 def accepted(peer: Peer, session: int) -> int:
-    """The number of a request of this session, which is accepted."""
+    """Accept the next Submit of this session; return the number of its request."""
     frame = peer.expect("S")
     peer.send("r", frame.a, Code.OK, session, frame.c)
     return frame.c
 
 
 def test_nothing_comes_after_the_last_reply(start, model):
-    """Though it was sent before the app had taken up those before it."""
+    """Also when the service sends more replies before the app has read the earlier ones."""
 
     def script(peer: Peer) -> None:
         session = peer.create().b

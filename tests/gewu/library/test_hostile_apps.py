@@ -1,4 +1,4 @@
-"""Apps that pass what nobody should, and run out of what they need: documented codes, no signal, no leak."""
+"""Apps that pass invalid arguments or run out of resources get documented codes, no signal and no leak."""
 
 import pytest
 

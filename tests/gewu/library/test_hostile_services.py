@@ -1,4 +1,4 @@
-"""A service that is not to be trusted: it gets what the app named, and nothing when it is another user's."""
+"""An untrusted service gets only the files that the app named, and nothing at all if it runs as another user."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def secret(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("op", ["o", "O", "F", "C"])
 def test_a_service_that_asks_for_a_path_gets_none(op, model, secret, tmp_path):
-    """Whatever it asks, two tries of one Create pass two descriptors, both of the model; then it is not spoken to."""
+    """Two tries of a Create pass a descriptor of the model each, whatever path the service asks for; no try follows."""
     passed: list[list[int]] = []
 
     def script(peer: Peer) -> None:
@@ -79,7 +79,7 @@ def opener() -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of awkward names, and one that nobody names."""
+    """A folder of files with awkward names; one is named "model", like the JSON key."""
     found = tmp_path_factory.mktemp("names")
     for name in (
         "plain",
@@ -97,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(opener: Path, folder: Path, texts: list[str]) -> list[int]:
-    """Inodes of what the library opens for these attributes, 0 for nothing."""
+    """The inode of the file that the library opens for each of these attributes; 0 if it opens none."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"".join(text.encode() + b"\0" for text in texts))
         file.flush()
@@ -107,7 +107,7 @@ def opened(opener: Path, folder: Path, texts: list[str]) -> list[int]:
 
 
 def test_the_path_is_the_one_that_the_app_named(opener, folder):
-    """The same as a JSON parser finds, however it is spelt and whatever stands around it."""
+    """It is the path that a JSON parser finds, for every spelling and every surrounding text."""
     texts, expected = [], []
     for file in sorted(folder.iterdir()):
         for path in (str(file), file.name):

@@ -24,7 +24,7 @@ LAID = {
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """Of a user who has nothing but the compiled library in the cache, and no data yet."""
+    """The environment of a user whose cache holds only the compiled library and who has no data yet."""
     own = {"XDG_CACHE_HOME": str(cache_with(LIBRARY, tmp_path)), "XDG_DATA_HOME": str(tmp_path / "data")}
     return {**os.environ, **own}
 
@@ -65,11 +65,11 @@ def test_a_package_is_made_of_a_destdir(environ, tmp_path):
     assert files_below(tmp_path / "package") == {f"usr/{path}" for path in LAID}
     text = (tmp_path / "package/usr/lib/pkgconfig/qos.pc").read_text()
     assert "prefix=/usr\n" in text
-    assert "rpath" not in text  # the loader looks there by itself
+    assert "rpath" not in text  # the loader searches this folder by default
 
 
 def test_a_second_time_changes_nothing(environ, tmp_path):
-    """So that make does not build again."""
+    """Otherwise make would build again."""
     prefix = tmp_path / "prefix"
     run_cli(environ, "install", "--prefix", str(prefix))
     headers = [path for path in (prefix / "include").rglob("*.h")] + [prefix / "lib" / SONAME]

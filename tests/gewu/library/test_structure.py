@@ -14,7 +14,7 @@ WORD = re.compile(r"\bgewu_\w+")
 
 
 def functions(file: Path) -> list[tuple[str, int, bool]]:
-    """Of each function its signature, its number of lines, and whether a paragraph stands before it."""
+    """For each function: its signature, its number of lines, and whether a comment precedes it."""
     lines, found = file.read_text().splitlines(), []
     for number, line in enumerate(lines):
         if line == "{":

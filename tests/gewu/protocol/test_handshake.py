@@ -1,4 +1,4 @@
-"""Both sides name their protocol first; those that do not fit are refused with both numbers, once on each side."""
+"""Both sides name their protocol first; each refuses one that does not match, once, and names both numbers."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def say_hello(version: int):
 
 
 def of_protocol_1(peer: Peer) -> None:
-    """An older service: it does not know a hello, and ends the connection."""
+    """An older service, which does not know a hello and closes the connection."""
     peer.expect("H")
     peer.sock.shutdown(socket.SHUT_RDWR)
 
@@ -69,7 +69,7 @@ def test_the_library_refuses_a_service_of_another_protocol(script, said, model, 
 
 
 def talk(path: Path, *frames: Frame) -> tuple[list[Frame], bool]:
-    """What a daemon answers to these frames, one each, and whether it ended the connection instead."""
+    """The daemon's answers to these frames, one each, and whether it closed the connection instead."""
     decoder, found = FrameDecoder(), []
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(path))
@@ -98,7 +98,7 @@ def test_the_daemon_refuses_a_library_of_another_protocol(start_daemon, capfd):
 
 
 def test_the_daemon_refuses_a_library_that_says_no_hello(start_daemon, capfd):
-    """As protocol 1: each of its calls gets a code that it knows; the log gets one line."""
+    """A library of protocol 1 says none: each of its calls gets a code that it knows; the log gets one line."""
     daemon = start_daemon({})
     calls = [Frame("C", 1, 1, 0, 0, b"{}"), Frame("S", 2, 1, 1, 0, b"{}"), Frame("D", 3, 1)]
     answers, has_ended = talk(daemon.socket, *calls)

@@ -1,4 +1,4 @@
-"""The JSON of the ABI, read and written by itself: what is asked, what is refused and by which word, what is said."""
+"""The JSON of the ABI, without a daemon: what it accepts, what it refuses and with which word, what it writes."""
 
 import contextlib
 import json

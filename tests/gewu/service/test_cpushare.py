@@ -10,7 +10,7 @@ import pytest
 from kvloom.gewu.qos import Level
 from kvloom.gewu.worker.cpushare import cores_for, may_lower_nice
 
-# Serves one class after the other, prints the nice values and cores of all threads after each.
+# Serves the classes one after the other; after each prints the nice values and cores of all threads.
 PROGRAM = """
 import json, os, sys, threading
 from kvloom.gewu.worker.cpushare import CpuShare

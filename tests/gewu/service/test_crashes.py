@@ -1,4 +1,4 @@
-"""A model's process that dies: who is sent to the next one, with what, and who ends. The processes are scripted."""
+"""When a model's process dies: which requests go to the next one, in what state, and which end. Scripted processes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -29,7 +29,7 @@ def started(id: int, level: Level = Level.DEFAULT, num_tokens: int = 0) -> Reque
     return request
 
 
-# -- who goes beside whom
+# -- which requests may run together
 
 
 def test_all_go_together_unless_a_process_died_of_one():
@@ -56,7 +56,7 @@ def test_nobody_waits_for_a_suspect_that_may_not_run():
     assert company([paused, other], {other.key}, Level.BACKGROUND) == [paused]
 
 
-# -- processes
+# -- processes that die
 
 
 class Host:

@@ -1,4 +1,4 @@
-"""The socket: one daemon has it, whatever happens to daemons, descriptors and clients."""
+"""Exactly one daemon owns the socket, whatever happens to daemons, descriptors and clients."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ from kvloom.gewu.service.system import _process_bytes
 from tests.support.waiting import WAIT_S, until
 
 MIB = 1 << 20
-FULL_S = 0.5  # nobody has taken a byte for so long
+FULL_S = 0.5  # a client that has read no byte for this long
 HELLO = encode(Frame("H", PROTOCOL))
 
 
@@ -131,7 +131,7 @@ def test_accept_does_not_spin_and_says_it_once(tmp_path, caplog):
 
 
 class SocketOf(socket.socket):
-    """A client's end, of which the kernel says that `uid` holds it."""
+    """A connection to a client for which SO_PEERCRED reports `uid`."""
 
     uid = 0
 
@@ -141,7 +141,7 @@ class SocketOf(socket.socket):
 
 
 class ListenerOf(FullListener):
-    """Whoever connects is `uid`."""
+    """A socket that reports `uid` for every client."""
 
     def __init__(self, sock: socket.socket, uid: int) -> None:
         super().__init__(sock, num_failures=0)

@@ -1,4 +1,4 @@
-"""The class planner: the highest class first, nobody starved, blocks for those who need them."""
+"""The class planner: the highest class first, no class starves, blocks go to the sequences that need them."""
 
 from typing import Any
 
@@ -101,7 +101,7 @@ def test_a_lower_class_is_paused_and_goes_on_where_it_was():
     rig.add("high", Level.USER_INTERACTIVE)
     while "high" not in rig.finished:
         rig.step()
-    assert rig.num_tokens("low") <= before + 1  # one was on its way
+    assert rig.num_tokens("low") <= before + 1  # the step after this one was already sent
     while "low" not in rig.finished:
         rig.step()
     assert rig.engine.stats().total_preemptions == 0
@@ -138,7 +138,7 @@ def test_a_starving_prefill_takes_no_tokens_from_an_interactive_one():
     assert rig.steps_to_first_token("question", 40) == alone
     *prefill, decode = [set(tokens) for tokens in rig.plans[-alone:]]
     assert prefill == [{Level.USER_INTERACTIVE}] * (alone - 1)
-    assert decode == {Level.USER_INTERACTIVE, Level.BACKGROUND}  # its turn comes when the other one decodes
+    assert decode == {Level.USER_INTERACTIVE, Level.BACKGROUND}  # the background prefill goes on
 
 
 def test_a_starving_prefill_gets_its_step_after_ten_seconds_even_so():
@@ -153,10 +153,10 @@ def test_a_starving_prefill_gets_its_step_after_ten_seconds_even_so():
     ("token_s", "level", "chunk"),
     [
         (0.001, Level.BACKGROUND, 64),  # fast: a whole chunk
-        (0.0048, Level.BACKGROUND, 31),  # 0.15 s hold 31 tokens
+        (0.0048, Level.BACKGROUND, 31),  # 31 tokens take 0.15 s
         (0.0048, Level.DEFAULT, 31),
-        (0.1, Level.BACKGROUND, 16),  # never less
-        (0.1, Level.USER_INTERACTIVE, 64),  # nobody to wait for
+        (0.1, Level.BACKGROUND, 16),  # the minimum
+        (0.1, Level.USER_INTERACTIVE, 64),  # no higher class that would wait
     ],
 )
 def test_chunks_of_low_classes_are_as_short_as_the_device_is_slow(token_s, level, chunk):
@@ -258,7 +258,7 @@ def test_trimming_forgets_what_idle_sessions_left_and_nothing_that_is_held():
     rig.planner.is_trimming = True
     rig.step()
     stats = rig.engine.stats()
-    assert len(rig.trimmed) in (stats.num_free_blocks, stats.num_free_blocks + 1)  # this step may have taken one
+    assert len(rig.trimmed) in (stats.num_free_blocks, stats.num_free_blocks + 1)  # this step may have taken a block
     assert stats.num_cached_blocks <= stats.num_blocks - stats.num_free_blocks
     while "busy" not in rig.finished:
         rig.step()
@@ -310,7 +310,7 @@ def test_a_planner_that_tells_nobody_plans_all_the_same():
 
 
 def test_a_sequence_that_has_risen_is_still_counted_as_paused():
-    """Else it would fall back to its own class as soon as it runs, and wait for its rise again."""
+    """Otherwise it would fall back to its own class as soon as it runs, and wait to be raised again."""
     clock, pool, limits = Clock(), BlockPool(64), Limits(4, 16, 4)
     planner = ClassPlanner(clock)
     low, high = Seq(0, list(range(8)), 8), Seq(1, list(range(8)), 8)

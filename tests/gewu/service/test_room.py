@@ -1,4 +1,4 @@
-"""Room that clients share: given in turn, and back whole, whatever order they come and go in."""
+"""Room that clients share is granted in order of arrival and returned completely, in any order of clients."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -33,7 +33,7 @@ def test_whoever_holds_most_is_named_when_all_hold_too_much():
 
 
 class RoomMachine(RuleBasedStateMachine):
-    """Against a list of who waits: the first is given room as soon as there is enough, and nobody before it."""
+    """Compared with a plain list of waiting holders: the first gets room as soon as there is enough, in this order."""
 
     def __init__(self) -> None:
         super().__init__()
