@@ -32,7 +32,7 @@ Compile = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> str:
-    """Nothing comes to its end before it is stopped."""
+    """A configuration under which no request reaches its end before a test stops it."""
     return str(write_config(tmp_path_factory.mktemp("config"), maxIterTimes=2500))
 
 
@@ -43,7 +43,7 @@ def host(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", params=[SANITIZERS, THREAD_SANITIZER], ids=["address", "thread"])
 def sanitized(request) -> Compile:
-    """Compiles a program of this folder with the library in it, under a sanitizer."""
+    """Compiles a program of this folder, together with the library, under a sanitizer."""
     return lambda name: compile_sanitized(PROGRAMS / f"{name}.cpp", *request.param)
 
 

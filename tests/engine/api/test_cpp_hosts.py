@@ -1,4 +1,4 @@
-"""libkvloom_engine.so and hosts that die, freeze, or do not speak its protocol: every request ends exactly once."""
+"""libkvloom_engine.so with hosts that die, freeze or violate its protocol: every request ends exactly once."""
 
 import os
 import shutil
@@ -36,13 +36,13 @@ EXEC_ERROR, EOS = 3, 1
 
 @pytest.fixture(scope="module", params=[SANITIZERS, THREAD_SANITIZER], ids=["address", "thread"])
 def probe(request) -> Path:
-    """The program, with a library of little patience in it."""
+    """The program and the library, compiled with the short timeouts of PATIENCE."""
     return compile_sanitized(PROGRAMS / "probe.cpp", *request.param, *PATIENCE)
 
 
 @pytest.fixture
 def run_probe(probe: Path, tmp_path: Path) -> RunProbe:
-    """Runs it with a scripted host; returns its lines, the host's path as HOST."""
+    """Runs the probe with a scripted host; returns its output lines, with the host's path replaced by HOST."""
 
     def run(script: str, *arguments: str) -> Lines:
         host = write_host(tmp_path / "host", sys.executable, engine_host.__file__, script)
@@ -163,7 +163,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Neither gone nor a zombie."""
+    """Whether the process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

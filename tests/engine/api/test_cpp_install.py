@@ -1,4 +1,4 @@
-"""The Engine API's library as a C++ developer gets it: below a prefix, by pkg-config, by $(kvloom engine ...)."""
+"""The Engine API's library as C++ developers install it: below a prefix, by pkg-config, by $(kvloom engine ...)."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ COMMAND = "from kvloom.cli import main; main()"
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """Of a user who has nothing but the compiled library in the cache, no data yet, and no kvloom on PATH."""
+    """The environment of a user with the compiled library in the cache, no data folder yet, and no kvloom on PATH."""
     own = {"XDG_CACHE_HOME": str(cache_with(LIBRARY, tmp_path)), "XDG_DATA_HOME": str(tmp_path / "data")}
     path = os.pathsep.join(
         folder for folder in os.environ["PATH"].split(os.pathsep) if not Path(folder, "kvloom").exists()
@@ -45,13 +45,13 @@ def run_cli(environ: dict[str, str], *arguments: str) -> str:
 
 
 def compiled_example() -> Path:
-    """Its object, of our own headers."""
+    """The object file of the example, compiled with our own headers."""
     headers = LIBRARY.include / "kvloom_engine"
     return compiled(["c++", "-std=c++11", f"-I{headers}", "-idirafter", headers / "sample", "-c", EXAMPLE], "example.o")
 
 
 def run_example(folder: Path, source: Path, flags: str, environ: dict[str, str]) -> str:
-    """Made of `source`, or of its object, with `flags`, and run over ten prompts."""
+    """Compiles or links `source` (C++ or an object file) with `flags`; returns the program's output for ten prompts."""
     program, data = folder / "example", folder / "data.csv"
     subprocess.run(["c++", "-std=c++11", source, "-o", program, *flags.split()], check=True)
     data.write_text("".join(f"1,{i},{i + 1}\n" for i in range(10)))
@@ -111,7 +111,7 @@ def test_without_a_host_of_its_own_it_is_the_kvloom_of_the_path(environ, tmp_pat
 
 
 def test_headers_with_common_names_do_not_hide_those_of_a_program(environ, tmp_path):
-    """The document's program includes util.h and metrics.h; a program with such headers of its own finds those."""
+    """The document's example includes util.h and metrics.h; a program with such headers of its own gets those."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "util.h").write_text("#define OWN 1\n")
     source = tmp_path / "own.cpp"

@@ -1,4 +1,4 @@
-"""InferenceEngine over a rank with the fake model: what it answers, and how each request ends."""
+"""InferenceEngine over a rank with the fake model: its responses, and how each request ends."""
 
 import json
 import os
@@ -32,7 +32,7 @@ from tests.support.configs import mock_document
 Responses = queue.Queue[InferenceResponse]
 CONFIG = EngineConfig(backend="fake", num_blocks=64, max_seq_len=200, fake_step_s=0.001, max_iter_times=190)
 EXAMPLE = Path(__file__).parents[3] / "examples" / "engine_api.py"
-NEVER_EOS = (1, 2, 3)  # the fake model's answers to it are longer than what is asked for here
+NEVER_EOS = (1, 2, 3)  # the fake model's answers to it are longer than the tests' limits
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def make_request(id: str | int, ids=NEVER_EOS, max_output_len: int | None = None
 
 
 def rest(responses: Responses) -> list[InferenceResponse]:
-    """Responses up to the one that ends a request."""
+    """Responses up to and including the one that ends a request."""
     found = [responses.get(timeout=120)]
     while not found[-1].is_eos():
         found.append(responses.get(timeout=120))
@@ -79,7 +79,7 @@ def test_tokens_come_one_by_one_and_the_last_says_why(running):
 
 
 def test_numbers_of_numpy_are_numbers(running):
-    """They ended the step, and the process of the model, for every request beside them."""
+    """Such numbers once ended the step and the model's process, and with them every other request."""
     engine, responses = running
     given = {
         "temperature": np.float32(0.5), "top_k": np.int32(5), "top_p": np.float64(0.9), "typical_p": 1,
@@ -272,7 +272,7 @@ def test_the_sample_program_runs(tmp_path, mock_config):
 
 @pytest.fixture
 def mock_config(tmp_path) -> Path:
-    """A config.json of the mock model."""
+    """The path of a config.json for the mock model."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(mock_document()))
     path.chmod(0o600)

@@ -163,7 +163,7 @@ def test_sampling_is_greedy_unless_asked_for_and_each_field_arrives():
     assert request.get_request_inner().params.is_greedy
     params = SamplingParams(0.5, 3, 0.9, 0.8, True, 7, 1.2, True, 0.1, -0.1)
     request.SetSamplingParams(params)
-    params.topK = 99  # a copy was taken
+    params.topK = 99  # the request has its own copy
     assert request.HasSampling()
     assert request.GetSamplingParams().topK == 3
     inner = request.get_request_inner().params

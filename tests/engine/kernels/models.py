@@ -77,7 +77,7 @@ SPECS = {
 SPECS |= {
     "mixture of experts": tiny_spec(
         "mixtral",
-        layers=(Layer(rope_of(32)), Layer(rope_of(32), has_experts=True)),  # a narrower MLP before the shared one
+        layers=(Layer(rope_of(32)), Layer(rope_of(32), has_experts=True)),  # an MLP narrower than the shared expert
         experts=Experts(5, 2, 40, shared=100),
     ),
     "gpt-oss": tiny_spec(
@@ -98,7 +98,7 @@ SPECS |= {
 
 @dataclass
 class MemoryWeights:
-    """A WeightSource over float32 tensors; `kinds` replaces some by raw blocks."""
+    """A WeightSource over float32 tensors. `blocks` replaces some of them by quantised tensors."""
 
     values: dict[str, torch.Tensor]
     blocks: Mapping[str, Tensor] = field(default_factory=dict)
@@ -124,19 +124,19 @@ def random_weights(spec: DecoderSpec, seed: int = 0) -> MemoryWeights:
         noise = torch.randn(shape, generator=generator)
         if name.endswith("norm"):
             values[name] = 1 + 0.2 * noise
-        elif name.endswith(".router"):  # whose choice others must find, too, where they round otherwise
+        elif name.endswith(".router"):  # large, so that rounding changes no choice of experts
             values[name] = noise * 4 * shape[-1] ** -0.5
         else:
             values[name] = noise * (0.3 if len(shape) == 1 else shape[-1] ** -0.5)
     return MemoryWeights(values)
 
 
-_HALVES = {"q4_1": 2, "q5_1": 2, "q4_k": 2, "q5_k": 2}  # float16 numbers at the beginning of a block, else one
+_HALVES = {"q4_1": 2, "q5_1": 2, "q4_k": 2, "q5_k": 2}  # float16 numbers at the beginning of a block; 1 for other kinds
 _SPREAD = 2.0**-6
 
 
 def random_blocks(name: str, shape: tuple[int, ...], kind: str) -> RawTensor:
-    """Any bytes that a block of `kind` may hold, its scales such that weights are about shape[-1] ** -0.5."""
+    """Random blocks of `kind`, with scales that give the weights a standard deviation of about shape[-1] ** -0.5."""
     quantized = gguf.GGMLQuantizationType[kind.upper()]
     num_values, num_bytes = gguf.GGML_QUANT_SIZES[quantized]
     random = np.random.default_rng(len(name) + sum(shape))
@@ -158,7 +158,7 @@ def random_blocks(name: str, shape: tuple[int, ...], kind: str) -> RawTensor:
     return RawTensor(name, shape, kind, data)
 
 
-# A model whose tensors are held in every form there is, gate and up of the first layer in different ones.
+# A model with a tensor of every block kind. Gate and up of the first layer have different kinds.
 MIXED = tiny_spec(hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64)
 MIXED_KINDS = {
     "embed": "q6_k",
@@ -180,7 +180,7 @@ MIXED_KINDS = {
 
 
 def mixed_weights(**kinds: str) -> MemoryWeights:
-    """Of MIXED, `kinds` over MIXED_KINDS; a tensor of kind "" is float32."""
+    """Random weights of MIXED. `kinds` overrides MIXED_KINDS by tensor name; "" means float32."""
     weights = random_weights(MIXED)
     chosen = {**MIXED_KINDS, **kinds}
     blocks = {
@@ -190,7 +190,7 @@ def mixed_weights(**kinds: str) -> MemoryWeights:
 
 
 def four_bit(weights: MemoryWeights, kind: str) -> MemoryWeights:
-    """The same model with its layers' weights as a GGUF file of `kind` (q4_0, q4_1) holds them."""
+    """The same model with its layers' matrices as a GGUF file of `kind` (q4_0, q4_1) holds them."""
     quantized = gguf.GGMLQuantizationType[kind.upper()]
     blocks = {}
     for name, value in weights.values.items():
@@ -200,9 +200,10 @@ def four_bit(weights: MemoryWeights, kind: str) -> MemoryWeights:
 
 
 def by_channel(weights: MemoryWeights, left: tuple[str, ...] = ()) -> MemoryWeights:
-    """As a folder of compressed-tensors holds the layers' matrices: 8 bits, a scale a channel, activations' a token.
+    """The same model as a compressed-tensors folder: 8-bit matrices in the layers, with a scale per channel, and
+    activations with a scale per token.
 
-    Those whose names end in `left` stay floats, as routers do.
+    Matrices whose names end in one of `left` stay floats, as routers always do.
     """
     scheme = Scheme("bytes", 8, None, per_token=True)
     blocks: dict[str, Tensor] = {}
@@ -221,7 +222,7 @@ def int32(values: list[int]) -> Ints:
 
 
 def ragged(parts: list[tuple[list[int], int, list[int]]], adapters: Sequence[int] = ()) -> tuple[Ragged, Ints]:
-    """Step arguments for sequences (tokens, position of the first, blocks); every token's logits are asked for."""
+    """Step arguments for sequences (tokens, position of the first, blocks), and the rows of all their tokens."""
     ids = [token for tokens, _, _ in parts for token in tokens]
     pos = [start + i for tokens, start, _ in parts for i in range(len(tokens))]
     qstart = [0]
@@ -233,12 +234,12 @@ def ragged(parts: list[tuple[list[int], int, list[int]]], adapters: Sequence[int
 
 
 def step(backend: Backend, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None = None) -> Head:
-    """What a step found, as torch's tensors, for the oracle. The next step may overwrite it."""
+    """The result of a step as torch tensors, for comparison with the reference. The next step may overwrite it."""
     head = backend.step(batch, rows, tops, states)
     arrays = (head.full, head.values, head.ids, head.states, head.tokens)
     return Head(tops, *map(torch.from_numpy, arrays))
 
 
 def all_logits(backend: Backend, batch: Ragged, rows: Ints) -> torch.Tensor:
-    """[R, vocab]: every logit of the tokens `rows`, as the step left them: the next one may overwrite them."""
+    """All logits of the tokens `rows`, [R, vocab]. The next step may overwrite them."""
     return torch.from_numpy(backend.step(batch, rows, [0] * len(rows)).full)

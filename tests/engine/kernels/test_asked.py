@@ -1,5 +1,6 @@
-"""Behind the last layer's keys and values a step computes nothing but the tokens that somebody asks for, with the bits
-that they have when all are asked for."""
+"""After the last layer's keys and values a step computes only the tokens whose logits or states are requested. Their
+bits are those of a step that computes all tokens.
+"""
 
 import functools
 import itertools
@@ -36,7 +37,7 @@ def parts_of(lengths: list[int]) -> list[tuple[list[int], int, list[int]]]:
 @pytest.mark.parametrize(("name", "isa"), EACH)
 @given(data=st.data())
 def test_who_is_asked_for_has_the_bits_of_a_step_that_asks_for_all(name, isa, data):
-    """In any order, more than once, for its logits, its state, or both."""
+    """Rows are requested in any order, more than once, for their logits, their state or both."""
     backend = cpu(name, isa)
     lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=5))
     batch, every = ragged(parts_of(lengths))
@@ -52,7 +53,9 @@ def test_who_is_asked_for_has_the_bits_of_a_step_that_asks_for_all(name, isa, da
 @given(cuts=st.lists(st.integers(1, 89), max_size=4, unique=True).map(sorted), is_alone=st.booleans())
 @example(cuts=[], is_alone=True)
 def test_a_prompt_of_which_nobody_asks_for_anything_yet_leaves_its_keys_and_values(name, isa, cuts, is_alone):
-    """Of the last layer, too: alone, or beside a sequence that decodes, whose token is asked for in each step."""
+    """The last layer's keys and values are stored too, for a prompt alone or beside a sequence that decodes and
+    requests its token's logits in each step.
+    """
     backend = cpu(name, isa)
     tokens, others = parts_of([90])[0][0], parts_of([1, 9])[1][0]
     blocks, own = list(range(12, 18)), list(range(20, 26))

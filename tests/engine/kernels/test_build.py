@@ -1,4 +1,4 @@
-"""Where the kernels' library comes from: a wheel, the user's cache, the compiler; and what happens without any."""
+"""Where the kernels' library comes from (a wheel, the user's cache, the compiler), and what happens without one."""
 
 import logging
 import shutil
@@ -16,7 +16,7 @@ from tests.support.models.checkpoints import save, tiny_model
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty user cache, and a compiler that is not there."""
+    """An empty user cache, and a PATH without a compiler."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path / "cache"

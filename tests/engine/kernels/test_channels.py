@@ -1,4 +1,4 @@
-"""W8A8 with one scale a channel and one a token: what it means, and bits that depend on nobody."""
+"""W8A8 with one scale per channel and one per token: its definition, and bits that do not depend on other sequences."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ from tests.support.models.adapters import make_adapter
 from .models import SPECS, MemoryWeights, all_logits, by_channel, ragged, random_weights
 
 AVAILABLE = [isa for isa, (_, needed) in build.ISAS.items() if needed <= build.cpu_flags()]
-VECTORS = [isa for isa in AVAILABLE if isa != "portable"] or AVAILABLE  # plain loops take seconds a step
+VECTORS = [isa for isa in AVAILABLE if isa != "portable"] or AVAILABLE  # the portable kernels take seconds per step
 OTHERS = itertools.cycle(VECTORS[1:] or VECTORS)
 NAMES = ("smollm2 heads", "qwen2", "gelu, uneven sizes", "gemma2", "mixture of experts", "gpt-oss")
 EACH_MODEL = pytest.mark.parametrize(
@@ -55,14 +55,14 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def normed(weights: MemoryWeights, token: int) -> Tensor:
-    """What the first layer's matrices read of a token."""
+    """What the first layer's q, k and v matrices read for a token: its embedding after the norm."""
     x = weights.values["embed"][token].bfloat16().float()
     norm_eps = SPECS["smollm2 heads"].norm_eps
     return x * (x.square().mean() + norm_eps).rsqrt() * weights.values["layers.0.attn_norm"]
 
 
 def value_of(backend: CpuBackend, token: int) -> Tensor:
-    """Of the first layer, as the cache holds it."""
+    """The first layer's value vector of a token, read from the cache."""
     spec = SPECS["smollm2 heads"]
     all_logits(backend, *ragged([([token], 0, [7])]))
     tiles = torch.from_numpy(backend.kv[0, 1, 7].copy()).view(torch.bfloat16)  # [heads][pairs of keys][dim][2]
@@ -71,7 +71,7 @@ def value_of(backend: CpuBackend, token: int) -> Tensor:
 
 @pytest.mark.parametrize("isa", AVAILABLE)
 def test_a_matrix_reads_8_bits_of_a_token_with_one_scale(isa):
-    """Of the first layer's values, which the cache holds in bfloat16: its numbers, by the definition."""
+    """Over 97 % of the first layer's values, which the cache holds in bfloat16, are exactly those of the definition."""
     weights, token = weights_of("smollm2 heads"), 5
     x = normed(weights, token)
     scale = x.abs().max() / 127
@@ -81,7 +81,7 @@ def test_a_matrix_reads_8_bits_of_a_token_with_one_scale(isa):
 
 @pytest.mark.parametrize("isa", AVAILABLE)
 def test_numbers_that_are_held_in_groups_are_still_those_of_the_file(isa):
-    """Where not all of q, k and v have a scale a channel: 32 numbers of a token have one scale, the file's stay."""
+    """If not all of q, k and v have channel scales, 32 values of a token share a scale; the file's weights stay."""
     left, token = ("q", "k"), 5
     weights = weights_of("smollm2 heads", *left)
     x = normed(weights, token).view(-1, 32)
@@ -100,7 +100,7 @@ def test_logits_are_near_the_reference(name, isa):
 
 @EACH_MODEL
 @given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=6))
-@example(lengths=[70] * 8)  # more rows than one pass has
+@example(lengths=[70] * 8)  # more rows than one pass takes
 @example(lengths=[1])
 @example(lengths=[1, 1])
 def test_rows_have_the_same_bits_in_every_company(name, isa, lengths):
@@ -130,7 +130,7 @@ LEFT = [
 
 @pytest.mark.parametrize(("name", "left"), LEFT)
 def test_beside_a_matrix_that_is_left_as_it_was_the_others_have_groups(name, left):
-    """What reads the same activations has one form of them; all matrices keep their values."""
+    """Matrices that read the same activations share one format of them; all matrices keep their values."""
     args = ragged(parts_of([1, 2, 40]))
     backend = cpu(name, AVAILABLE[0], *left)
     want = all_logits(ReferenceBackend(SPECS[name], weights_of(name, *left), 96), *args).clone()
@@ -150,7 +150,7 @@ def test_adapters_are_added_beside_it(tmp_path, isa):
     want.add_adapter(1, adapter)
     parts = parts_of([40, 9])
     got = all_logits(backend, *ragged(parts, [1, 0])).clone()
-    assert error(got, all_logits(want, *ragged(parts, [1, 0]))) < 0.07  # it is in 8 bits, too
+    assert error(got, all_logits(want, *ragged(parts, [1, 0]))) < 0.07  # the adapter is in 8 bits as well
     assert not torch.equal(got[:40], all_logits(backend, *ragged(parts, [0, 0]))[:40])
 
 
@@ -165,7 +165,7 @@ def test_it_takes_the_memory_that_was_foretold():
 
 
 def test_a_row_of_nothing_and_rows_of_any_size_stay_numbers():
-    spec = SPECS["qwen2"]  # its biases remain where activations are nothing
+    spec = SPECS["qwen2"]  # its biases remain where activations are zero
     weights = random_weights(spec)
     for size in (0.0, 1e-30, 1e9):
         weights.values["layers.0.attn_norm"].fill_(size)

@@ -1,4 +1,4 @@
-"""The CPU backend against the reference, and against itself: alone or in company, whole or in chunks, on every ISA."""
+"""The CPU backend against the reference and against itself, on every ISA: alone or in a batch, whole or in chunks."""
 
 import functools
 import itertools
@@ -36,9 +36,9 @@ from .models import (
 
 AVAILABLE = [isa for isa, (_, needed) in build.ISAS.items() if needed <= build.cpu_flags()]
 FORMATS = [("bf16", "bf16"), ("stored", "bf16"), ("w8a8", "bf16"), ("w4a8", "bf16"), ("w8a8", "int8")]
-# Every model on the best instruction set, and on one of the others in turn: each kernel is held to its scalar reference
-# on all of them by test_cpu_native.py. The tests of a pair come together, whatever is drawn: what they share is let go
-# after them.
+# Every model runs on the best instruction set and on one of the others in turn; test_cpu_native.py compares each kernel
+# with its scalar reference on all of them. Tests of a pair stay together in random order, because their shared results
+# are dropped after them.
 OTHERS = itertools.cycle(AVAILABLE[1:])
 EACH_MODEL = pytest.mark.parametrize(
     ("name", "isa"),
@@ -53,7 +53,7 @@ def tokens_of(count: int, seed: int = 1) -> list[int]:
 
 
 def prompts() -> list[tuple[list[int], int, list[int]]]:
-    """Sequences of all LENGTHS, their blocks scattered."""
+    """Prompts of all LENGTHS, in scattered blocks."""
     free = torch.randperm(64, generator=torch.Generator().manual_seed(3)).tolist()
     return [(tokens_of(n, n), 0, [free.pop() for _ in range(-(-n // 16))]) for n in LENGTHS]
 
@@ -65,19 +65,21 @@ def weights_of(name: str) -> MemoryWeights:
 
 @functools.lru_cache(len(FORMATS))
 def cpu(name: str, isa: str, weight_format: str = "bf16", kv_dtype: str = "bf16") -> CpuBackend:
-    """Two threads, 64 blocks, in which other tests have left what they computed."""
+    """A backend with two threads and 64 blocks, shared by tests; its blocks hold what earlier tests computed."""
     return CpuBackend(SPECS[name], weights_of(name), 64, CpuOptions(weight_format, kv_dtype, num_threads=2, isa=isa))
 
 
 @functools.lru_cache(len(FORMATS))
 def whole(name: str, isa: str, weight_format: str = "bf16", kv_dtype: str = "bf16") -> torch.Tensor:
-    """Logits of all tokens of `prompts`, in one step. Tests leave them as they are."""
+    """Logits of all tokens of `prompts`, computed in one step. Tests must not change them."""
     return all_logits(cpu(name, isa, weight_format, kv_dtype), *ragged(prompts())).clone()
 
 
 @functools.cache
 def reference(name: str, kind: str = "") -> Head:
-    """Logits and states of all tokens of `prompts`. `kind`: of weights, as four_bit has them, or int8, of the cache."""
+    """The reference backend's logits and states of all tokens of `prompts`. `kind`: "q4_0" or "q4_1" for weights made
+    by four_bit, "int8" for an int8 cache.
+    """
     weights = four_bit(weights_of(name), kind) if kind.startswith("q4") else weights_of(name)
     options = ReferenceOptions(kv_dtype=torch.int8) if kind == "int8" else ReferenceOptions()
     batch, every = ragged(prompts())
@@ -101,7 +103,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def slack(name: str) -> float:
-    """Of two experts that are as good, rounding may take the other."""
+    """Factor for error limits: of two experts with nearly equal scores, rounding may choose the other one."""
     return 1.5 if SPECS[name].experts else 1.0
 
 
@@ -115,17 +117,17 @@ def test_logits_are_near_the_reference(name, isa, weight_format, limit):
 @pytest.mark.parametrize("name", ["llama", "smollm2 heads", "qwen2"])
 @pytest.mark.parametrize("kind", ["q4_0", "q4_1"])
 def test_four_bit_blocks_of_a_file_keep_their_values(name, isa, kind):
-    """As near to the dequantised file as 8 bits are: what is lost is lost by the activations."""
+    """As close to the dequantised file as 8 bits allow: only quantised activations cause an error."""
     spec = SPECS[name]
     backend = CpuBackend(spec, four_bit(weights_of(name), kind), 64, CpuOptions("w4a8", num_threads=2, isa=isa))
-    limit = 0.04 if spec.intermediate % 32 == 0 else 0.2  # down of 200 columns has no blocks, it is quantised here
+    limit = 0.04 if spec.intermediate % 32 == 0 else 0.2  # down's 200 columns are no whole blocks: it is quantised here
     assert relative_error(all_logits(backend, *ragged(prompts())), reference(name, kind).full) < limit
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
 @pytest.mark.parametrize("own", [{}, {"embed": "", "layers.0.o": "", "layers.1.up": "q8_0"}], ids=["all", "some"])
 def test_a_file_of_many_kinds_of_blocks_keeps_its_values(isa, own):
-    """What is lost is lost by the activations: less than with weights that are rounded to 8 bits once more."""
+    """Only quantised activations cause an error: it is smaller than with weights that are rounded to 8 bits again."""
     weights, args = mixed_weights(**own), ragged(prompts())
     want = all_logits(ReferenceBackend(MIXED, weights, 64), *args).clone()
     stored = CpuBackend(MIXED, weights, 64, CpuOptions("stored", num_threads=2, isa=isa))
@@ -158,7 +160,7 @@ def test_a_mixed_file_is_told_for_what_it_is():
 def test_int8_keys_and_values_halve_the_cache_and_stay_near_the_reference(name, isa):
     head_dim = SPECS[name].head_dim
     backend, wide = cpu(name, isa, kv_dtype="int8"), cpu(name, isa)
-    assert backend.kv_bytes * 2 * head_dim == wide.kv_bytes * (head_dim + 2)  # an fp16 scale a token and head
+    assert backend.kv_bytes * 2 * head_dim == wide.kv_bytes * (head_dim + 2)  # an fp16 scale per token and head
     got = whole(name, isa, kv_dtype="int8")
     assert relative_error(got, reference(name).full) < 0.03 * slack(name)
     assert relative_error(got, reference(name, "int8").full) < 0.025 * slack(name)
@@ -179,7 +181,7 @@ def test_a_sequence_alone_gives_the_same_bits_as_in_company(name, isa, weight_fo
 
 @functools.lru_cache(len(FORMATS))
 def in_one_piece(name: str, isa: str, kv_dtype: str) -> torch.Tensor:
-    """Logits of a prompt of 150 tokens."""
+    """Logits of a prompt of 150 tokens, computed in one step."""
     return all_logits(cpu(name, isa, kv_dtype=kv_dtype), *ragged([(tokens_of(150), 0, list(range(20, 30)))])).clone()
 
 
@@ -189,7 +191,7 @@ def in_one_piece(name: str, isa: str, kv_dtype: str) -> torch.Tensor:
 def test_a_prompt_in_chunks_gives_the_same_bits_as_whole(name, isa, chunk, kv_dtype):
     backend = cpu(name, isa, kv_dtype=kv_dtype)
     tokens, blocks = tokens_of(150), list(range(20, 30))
-    # small pieces at the beginning and on both sides of 128 keys, which are a chunk there
+    # small chunks at the beginning and on both sides of 128 keys, which attention reads as one chunk
     ends = [0, *range(chunk, 20, chunk), *range(121, 137, chunk), 150]
     pieces = [
         all_logits(backend, *ragged([(tokens[at:end], at, blocks[::-1])])).clone()
@@ -231,7 +233,7 @@ def test_states_are_near_the_reference_and_do_not_disturb_logits(name, isa, weig
 
 
 def assert_same_head(got, want, tops):
-    """`got` asked for candidates of some rows of the logits `want`, and has exactly those that a full sort finds."""
+    """Checks that `got` has the full rows (top 0) of the logits `want`, or their `top` best as a full sort gives."""
     full = iter(got.full)
     for row, top in enumerate(tops):
         if top == 0:
@@ -260,7 +262,7 @@ def test_the_largest_logits_are_those_of_the_whole_row(isa, threads, num_rows):
 def test_of_equal_logits_the_smaller_tokens_are_taken(isa, num_rows):
     spec = SPECS["llama"]
     weights = random_weights(spec)
-    weights.values["embed"][50:90] = weights.values["embed"][7]  # the head is the embedding: 41 equal logits
+    weights.values["embed"][50:90] = weights.values["embed"][7]  # the embedding is also the head: 41 equal logits
     backend = CpuBackend(spec, weights, 64, CpuOptions(num_threads=2, isa=isa))
     batch, _ = ragged(prompts()[:5])
     rows = int32(list(range(num_rows)))
@@ -275,7 +277,7 @@ def drawing(request) -> CpuBackend:
     return CpuBackend(spec, random_weights(spec), 2, CpuOptions(num_threads=1, isa=request.param))
 
 
-@pytest.mark.parametrize("size", [0.01, 2.0, 8.0])  # of the logits: flat, as a model's, and sharp
+@pytest.mark.parametrize("size", [0.01, 2.0, 8.0])  # scale of the logits: flat, like a model's, sharp
 @pytest.mark.parametrize(
     ("top_p", "min_p"), [(1, 0), (0.9, 0), (0.3, 0), (0.999, 0), (1e-46, 0), (1, 0.05), (0.7, 0.2), (0.9, 1)]
 )
@@ -284,7 +286,7 @@ def test_a_token_is_drawn_as_in_plain_numpy(drawing, size, top_p, min_p):
     for vocab in (1, 63, 64, 65, 1000):
         for temperature in (0.5, 1.0, 1.7):
             logits = size * generator.standard_normal(vocab, np.float32)
-            logits[::7] -= 0 if vocab == 1 else np.inf  # ruled out
+            logits[::7] -= 0 if vocab == 1 else np.inf  # excluded tokens
             for point in (0.0, 0.2, 0.55, 0.83, 0.999):
                 want = draw_plain(logits, temperature, top_p, min_p, point)
                 assert drawing.draw(logits, temperature, top_p, min_p, point) == want
@@ -323,7 +325,7 @@ def test_a_steps_random_numbers_are_the_samplers(drawing, seed):
 
 
 def test_a_step_that_is_given_the_same_arrays_computes_their_numbers():
-    """What was given again is not looked at again: only its numbers are other ones."""
+    """The backend reuses its call for arrays that it has seen, but reads their new contents."""
     one, other = (CpuBackend(SPECS["llama"], weights_of("llama"), 64, CpuOptions(num_threads=2)) for _ in range(2))
     batch, rows, tops = Ragged(int32([5]), int32([0]), int32([0, 1]), int32([[3, -1]])), int32([0]), [1]
     choices = np.array([(0.0, 1.0, 0.0, 0, 0)], CHOICE)
@@ -342,7 +344,7 @@ def test_drawn_tokens_follow_the_distribution(drawing):
     assert [drawn.count(token) for token in range(4)] == [500, 300, 200, 0]
     likely = [drawing.draw(logits, 1.0, 0.8, 0.0, (i + 0.5) / 1000) for i in range(1000)]
     assert [likely.count(token) for token in range(4)] == [625, 375, 0, 0]
-    assert likely == sorted(likely)  # the likeliest first
+    assert likely == sorted(likely)  # the likeliest token comes first
 
 
 def test_logits_that_are_no_numbers_still_end_in_a_token(drawing):

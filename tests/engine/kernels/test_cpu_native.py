@@ -11,23 +11,22 @@ import pytest
 from kvloom.rank.kernels import build
 from tests.support.compiling import compiled
 
-# The kernels of the tile unit and of pairs are in the library of AVX-512, and in its tests.
+# The kernels of the tile unit and of pairs are part of the AVX-512 library and of its tests.
 OWN = [isa for isa in build.ISAS if isa not in (build.TILES, build.PAIRS)]
 AVAILABLE = [isa for isa in OWN if build.ISAS[isa][1] <= build.cpu_flags()]
-# The compiler looks for what it no longer needs less often: a tenth of its time.
-RARELY = ("--param=ggc-min-expand=1000", "--param=ggc-min-heapsize=1000000")
-FLAGS = ("-std=c++17", "-pthread", "-fno-sanitize-recover=all", *RARELY)
+# g++ collects its garbage less often, which saves a tenth of its time.
+FLAGS = ("-std=c++17", "-pthread", "-fno-sanitize-recover=all", "--param=ggc-min-expand=300")
 MEMORY, RACES = ("-fsanitize=address,undefined",), ("-fsanitize=thread",)
-# Undefined behaviour ends the program by a trap: to tell it takes the compiler as long as all the rest.
+# Undefined behaviour ends the program by a trap: compiling the messages in takes as long as all the rest.
 WORDLESS = "-fsanitize-undefined-trap-on-error"
-LEVELS = {"portable": "-Og"}  # its vectors are loops; others are compiled faster than what an optimiser would save
+LEVELS = {"portable": "-Og"}  # its vectors are loops; for the others, optimising takes longer than it saves
 PROGRAM = Path(__file__).with_name("cpp") / "native.cpp"
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 def run(tests: str, isa: str, flags: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """The program of an instruction set, compiled with these flags besides, and its tests of this name."""
+    """Compiles the program for an instruction set, with additional `flags`, and runs its tests named `tests`."""
     command = ["g++", *FLAGS, *flags, LEVELS.get(isa, "-O0"), *build.ISAS[isa][0], f"-I{build.SOURCES}", PROGRAM]
     sources = [path for folder in (build.SOURCES, PROGRAM.parent) for path in sorted(folder.rglob("*.cpp"))]
     program = compiled(command, PROGRAM.stem, sources)
@@ -35,7 +34,7 @@ def run(tests: str, isa: str, flags: Sequence[str]) -> subprocess.CompletedProce
 
 
 def check(tests: str, isa: str, sanitizer: Sequence[str]) -> None:
-    """On an instruction set they find no difference, and no sanitizer has a word to say."""
+    """Checks that the tests find no difference on an instruction set and that the sanitizer reports nothing."""
     result = run(tests, isa, (*sanitizer, WORDLESS))
     if result.returncode == -signal.SIGILL:
         told = run(tests, isa, sanitizer)
@@ -51,7 +50,7 @@ def test_every_kernel_agrees_with_its_scalar_reference(isa):
 
 @pytest.mark.skipif(build.best_isa(build.cpu_flags()) != build.TILES, reason="needs a tile unit")
 def test_every_kernel_of_the_tile_unit_agrees_with_dot_products():
-    """They are in the program of AVX-512, which leaves them out where there is no such unit."""
+    """The AVX-512 program contains these kernels' tests and skips them where there is no tile unit."""
     check("kernels", "avx512", MEMORY)
 
 

@@ -1,4 +1,4 @@
-"""Experts on the CPU kernels: every form of a file, bits that depend on nobody else, and only the chosen are read."""
+"""Experts on the CPU kernels: every weight format, bits independent of other rows, only chosen experts read."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ SPARSE = tiny_spec(
     layers=(Layer(rope_of(64), has_experts=True),) * 2,
     experts=Experts(6, 2, 256, weighs_chosen=False, has_bias=True),
 )
-NEVER = 4  # an expert that nobody chooses
+NEVER = 4  # an expert that is never chosen
 KINDS = {"gate": "q4_k", "up": "q4_k", "down": "q6_k", "q": "mxfp4", "embed": "q6_k"}
 APART = {**KINDS, "gate": "q5_k", "down": "iq4_xs"}
 LENGTHS = (1, 2, 3, 7, 8, 33)
@@ -43,7 +43,7 @@ def weights_of(kinds: dict[str, str]) -> MemoryWeights:
     weights = random_weights(SPARSE)
     for name, value in weights.values.items():
         if name.endswith("router"):
-            value /= 4  # a softmax makes more of every rounding
+            value /= 4  # the softmax amplifies rounding errors
         if name.endswith("router_bias"):
             value[NEVER] = -1e4
     blocks = {}
@@ -100,7 +100,7 @@ def test_logits_that_are_no_numbers_end_in_some_choice():
 
 
 def test_a_size_that_no_layer_has_takes_no_memory():
-    """`intermediate_size` of a configuration whose layers all have experts is of nothing, and may be anything."""
+    """If all layers have experts, `intermediate_size` has no effect and may have any value."""
     weights, args = weights_of({}), ragged(parts())
     want = all_logits(backend_of(weights), *args).clone()
     odd = CpuBackend(replace(SPARSE, intermediate=10**9), weights, 128, CpuOptions("stored", num_threads=2))

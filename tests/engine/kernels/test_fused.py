@@ -1,4 +1,4 @@
-"""Steps of many rows do what follows a linear, or attention, where its floats are made: the bits of steps of few."""
+"""Steps of many rows fuse what follows a linear or attention into it; their bits are those of steps of few rows."""
 
 import functools
 import itertools
@@ -10,7 +10,7 @@ from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 
 from .models import MIXED, SPECS, all_logits, by_channel, four_bit, mixed_weights, ragged, random_weights
 
-FEW = 60  # rows of a step that does one instruction after the other
+FEW = 60  # rows of a step that runs one instruction after the other
 MIXED_FILE = "a file of many kinds"
 CASES = [(name, "w8a8", "bf16") for name in SPECS] + [
     ("smollm2 heads", "bf16", "bf16"),
@@ -29,13 +29,13 @@ def backend_of(name: str, weight_format: str, kv_dtype: str, threads: int = 2) -
     weights = mixed_weights() if spec is MIXED else random_weights(spec)
     if weight_format == "w4a8":
         weights = four_bit(weights, "q4_1")
-    if weight_format == "by channel":  # of rows and columns: what reads a row needs all of it
+    if weight_format == "by channel":  # scales of whole rows: what reads a row needs all of it
         weights, weight_format = by_channel(weights), "stored"
     return CpuBackend(spec, weights, 64, CpuOptions(weight_format, kv_dtype, threads))
 
 
 def outcome(backend: CpuBackend, parts: list[tuple[list[int], int, list[int]]]) -> torch.Tensor:
-    """[tokens, vocab] logits."""
+    """Logits of all tokens, [tokens, vocab]."""
     return all_logits(backend, *ragged(parts)).clone()
 
 
@@ -55,7 +55,7 @@ def test_sequences_in_one_step_have_the_bits_of_steps_of_few_rows(name, weight_f
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("weight_format", ["w8a8", "bf16", "by channel"])
-@pytest.mark.parametrize("length", [64, 517, 700])  # the least; more rows than a panel meets at a time
+@pytest.mark.parametrize("length", [64, 517, 700])  # the fewest that are fused; more rows than one pass takes
 def test_a_long_prompt_has_the_bits_of_its_pieces(length, weight_format, threads):
     backend = backend_of("smollm2 heads", weight_format, "bf16", threads)
     tokens, blocks = tokens_of(length), list(range(64))
@@ -66,7 +66,7 @@ def test_a_long_prompt_has_the_bits_of_its_pieces(length, weight_format, threads
 
 
 def test_a_step_after_a_wider_one_finds_nothing_of_it():
-    """Sequences that end, begin and share steps of other sizes, over the same scratch."""
+    """A step gives the same bits before and after a wider one that used the same scratch memory."""
     backend = backend_of("smollm2 heads", "w8a8", "bf16")
     tokens = tokens_of(300)
     want = outcome(backend, [(tokens[:90], 0, list(range(6)))])

@@ -1,4 +1,4 @@
-"""LoRA in the backends: as merged weights, and the same bits in whatever company."""
+"""LoRA in the backends: results are those of merged weights, with the same bits in every batch."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ def weights_of(name: str) -> MemoryWeights:
 
 @pytest.fixture(scope="module")
 def merging(tmp_path_factory) -> Iterator[Merge]:
-    """The adapter of a case for a model of SPECS, and the logits of its merged weights."""
+    """Makes the adapter of a case for a model of SPECS; returns its folder and the logits of the merged weights."""
 
     @functools.cache
     def merge(name: str, case: int) -> tuple[Path, torch.Tensor]:
@@ -91,7 +91,7 @@ def test_an_adapter_is_what_its_merged_weights_are(merging, name, kind, case):
     got = all_logits(backend, *ragged(parts_of(), [3] * len(LENGTHS))).clone()
     limit = 1e-4 if kind == "reference" else 0.03 if kind.startswith("bf16") else 0.07
     assert relative_error(got, want) < limit
-    assert relative_error(base, want) > 0.2  # the test would see an adapter that does nothing
+    assert relative_error(base, want) > 0.2  # an adapter without effect would fail the test
     assert torch.equal(all_logits(backend, *args), base)
 
 

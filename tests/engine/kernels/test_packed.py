@@ -1,4 +1,4 @@
-"""Weights that were packed before: the same bits come of them, and processes share their memory."""
+"""Weights that an earlier start packed: they give the same bits, and processes share their memory."""
 
 import subprocess
 import sys
@@ -26,14 +26,14 @@ def kept(tmp_path):
 
 @pytest.fixture
 def model(tmp_path):
-    """A file that stands for the model's: the weights are made here, its bytes are their name."""
+    """A file that stands for the model's: the tests make the weights themselves, and the file's bytes identify them."""
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF" * 100)
     return path
 
 
 class Unread(MemoryWeights):
-    """Weights whose matrices nobody may ask for."""
+    """Weights whose matrices must not be read."""
 
     def tensor(self, name):
         raw = super().tensor(name)
@@ -42,7 +42,7 @@ class Unread(MemoryWeights):
 
 
 def opened(kept: KeptWeights, model: Path, weights: MemoryWeights, **options: object) -> CpuBackend:
-    """Returns when what is to be written is."""
+    """Opens a backend, and returns once the weights that it keeps are written."""
     before = Packed(kept, model, stamp(str(model)), worth_bytes=0)
     given = {"num_threads": 2, "packed": before, **options}
     backend = CpuBackend(SPECS[NAME], weights, 64, CpuOptions(**given))
@@ -95,7 +95,7 @@ def test_a_model_that_changed_is_packed_anew(kept, model):
 
 def test_a_file_that_is_replaced_while_its_model_is_loaded_leaves_nothing_behind(kept, model):
     before = Packed(kept, model, stamp(str(model)), worth_bytes=0)
-    model.write_bytes(b"GGUF" * 99)  # whoever opened the file before that reads the old weights
+    model.write_bytes(b"GGUF" * 99)  # a process that had opened the file before reads the old weights
     CpuBackend(SPECS[NAME], random_weights(SPECS[NAME]), 64, CpuOptions(num_threads=2, packed=before))
     assert before.writing is None
     assert kept.entries() == []

@@ -1,4 +1,4 @@
-"""The tile unit (AMX) beside AVX-512: the same bits of every step, and who may not use it has AVX-512."""
+"""The tile unit (AMX) beside AVX-512: every step has the same bits; processes that may not use the unit use AVX-512."""
 
 import functools
 import itertools
@@ -64,7 +64,7 @@ def parts_of(lengths: list[int]) -> list[tuple[list[int], int, list[int]]]:
 @needs_tiles
 @pytest.mark.parametrize("name", MODELS)
 @given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=8))
-@example(lengths=[70] * 8)  # more rows than one pass has
+@example(lengths=[70] * 8)  # more rows than one pass takes
 def test_a_step_has_the_bits_of_avx512(name, lengths):
     tiles, words = kept_pair(name)
     args = ragged(parts_of(lengths))
@@ -83,7 +83,7 @@ def attending(name: str, kv_dtype: str) -> list[CpuBackend]:
 @pytest.mark.parametrize("name", ["smollm2 heads", "mistral", "gemma2", "qwen3", "gelu, uneven sizes", "gpt-oss"])
 @given(data=st.data())
 def test_a_prompt_cut_anywhere_attends_with_the_bits_of_avx512(name, kv_dtype, data):
-    """Of one, two or four heads a key, with windows, soft caps and sinks; beside a sequence that decodes."""
+    """Models with 1, 2 or 4 query heads per key head, windows, soft caps and sinks; beside a sequence that decodes."""
     length = data.draw(st.integers(1, 290))
     cuts = sorted({0, length, *data.draw(st.lists(st.integers(0, length), max_size=3))})
     tokens = torch.randint(0, 96, (290,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -126,7 +126,7 @@ def test_neither_the_tile_unit_nor_pairs_have_a_library_of_their_own():
     ("weight_format", "kv_dtype", "is_same"), [("w8a8", "int8", True), ("w8a8", "bf16", False), ("bf16", "int8", False)]
 )
 def test_pairs_add_bf16_products_in_another_order_and_say_so(weight_format, kv_dtype, is_same):
-    """Of keys and values, and of weights: their blocks are not those of another order."""
+    """Results differ if weights or the cache are bfloat16. The KV layout always differs: blocks are never shared."""
     weights = random_weights(SPECS["smollm2 heads"])
     pairs, words = (
         CpuBackend(SPECS["smollm2 heads"], weights, 64, CpuOptions(weight_format, kv_dtype, num_threads=2, isa=isa))
@@ -141,10 +141,10 @@ def test_pairs_add_bf16_products_in_another_order_and_say_so(weight_format, kv_d
 
 @pytest.mark.skipif(not build.ISAS["avx512"][1] <= build.cpu_flags(), reason="needs AVX-512")
 def test_where_the_system_refuses_the_tile_unit_avx512_is_used(monkeypatch):
-    """Every processor with AVX-512 is taken for one that has the unit: the library is the same."""
+    """The test declares the unit present on any processor with AVX-512; both use the same library."""
 
     class Refused:
-        """The library in a process that may not use it."""
+        """The library in a process that the system does not let use the tile unit."""
 
         def __init__(self, lib):
             self._lib = lib

@@ -1,4 +1,4 @@
-"""What a model's files say of sampling."""
+"""The sampling parameters that a model's files recommend."""
 
 import json
 import struct
@@ -16,7 +16,7 @@ def folder(path, **values):
 
 
 def gguf(path, **values):
-    """A file of these keys alone, numbers of 32 bits."""
+    """Writes a GGUF file that has only these sampling keys, as 32-bit numbers."""
     data = b"GGUF" + struct.pack("<IQQ", 3, 0, len(values))
     for key, value in values.items():
         name = f"general.sampling.{key}".encode()

@@ -26,7 +26,7 @@ LEVELS = {
 
 
 def values_of(form: str, numbers: Numbers) -> np.ndarray:
-    """By the definition of numbers.py."""
+    """The values that `numbers` stand for, computed by the definition in numbers.py."""
     spread = [np.repeat(part, numbers.run, axis=1) for part in (numbers.scales, numbers.minimums) if part is not None]
     width = numbers.values.shape[1]
     levels = np.array(LEVELS[form], np.float32)[numbers.values]

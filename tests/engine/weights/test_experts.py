@@ -1,4 +1,4 @@
-"""Mixtures of experts on disk: MXFP4 as gpt-oss's folders have it, and configurations and tensors that cannot be."""
+"""Mixtures of experts on disk: MXFP4 as in gpt-oss's folders, quantised folders; impossible ones are refused."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def logits_of(checkpoint: Checkpoint) -> torch.Tensor:
 def rewrite(
     folder: Path, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None, **fields: Any
 ) -> Path:
-    """The folder with its tensors changed, and fields of its configuration."""
+    """Changes a folder's tensors by `change` and sets `fields` of its config.json; returns the folder."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
@@ -47,10 +47,10 @@ def rewrite(
 
 
 def blocks_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[experts, in, out] as gpt-oss has it: blocks of 32 along `in`, neighbours side by side in a byte; exponents."""
+    """gpt-oss's form of a weight [experts, in, out]: blocks of 32 values along `in`, two in a byte; and exponents."""
     rows = weight.swapaxes(1, 2).contiguous().numpy()
     blocks = torch.from_numpy(gguf.quants.quantize(rows, MXFP4).reshape(*rows.shape[:2], rows.shape[2] // 32, 17))
-    halves = blocks[..., 1:]  # GGUF: the first 16 of a block in low nibbles, the others in high ones
+    halves = blocks[..., 1:]  # GGUF: the first 16 values of a block in low nibbles, the others in high ones
     numbers = torch.cat((halves & 15, halves >> 4), -1)
     return numbers[..., ::2] | numbers[..., 1::2] << 4, blocks[..., 0]
 
@@ -80,7 +80,13 @@ def test_experts_in_mxfp4_are_read_as_the_format_says(tmp_path):
     torch.testing.assert_close(logits_of(checkpoint), wanted, atol=5e-4, rtol=1e-3)
 
 
-ROUTERS = ("lm_head", "embed_tokens", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")  # stay as they are
+ROUTERS = (
+    "lm_head",
+    "embed_tokens",
+    "mlp.gate",
+    "block_sparse_moe.gate",
+    "shared_expert_gate",
+)  # not quantised
 SIZES = {"hidden_size": 128, "intermediate_size": 256}
 PACKINGS = [
     ("qwen3 moe", "awq"),
@@ -101,7 +107,7 @@ PACKINGS = [
 OWN_SIZES = {
     "qwen3 moe": {"moe_intermediate_size": 128},
     "qwen2 moe": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 192},
-    "olmoe": {"num_experts_per_tok": 6},  # all: its router's close calls would fall otherwise in 8 bits
+    "olmoe": {"num_experts_per_tok": 6},  # all experts: in 8 bits the router would choose others where scores are close
 }
 
 
@@ -208,7 +214,7 @@ def test_a_folder_that_cannot_be_is_refused_in_a_sentence(name, change, fields, 
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
-        ("expert_count", 0, "tensor blk.0.ffn_gate.weight is missing"),  # a dense model's file says so
+        ("expert_count", 0, "tensor blk.0.ffn_gate.weight is missing"),  # means a dense model
         ("expert_count", -1, "num_local_experts must be a positive whole number, got -1"),
         ("expert_count", 7, r"ffn_gate_inp.weight has shape \[5, 64\], the configuration asks for \[7, 64\]"),
         ("expert_used_count", 9, "num_experts_per_tok is 9, more than the 5"),

@@ -1,4 +1,4 @@
-"""Families: what their configurations mean, and what their GGUF files leave unsaid."""
+"""Model families: what their configurations mean, and what their GGUF files leave out."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ GPT_OSS = {
     "rope__scaling__factor": 4.0,
     "rope__scaling__original_context_length": 64,
 }
-FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # tiny model: architecture, metadata, configuration
+FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by tiny model: architecture, metadata, configuration
     "gemma2": ("gemma2", GEMMA2, {"query_pre_attn_scalar": 32}),
     "gemma3": ("gemma3", GEMMA3, {"query_pre_attn_scalar": 32}),
     "phi3": ("phi3", {"attention__sliding_window": 11, "rope__dimension_count": 8}, {}),
@@ -92,7 +92,7 @@ def test_a_model_that_reads_pictures_too_is_opened_for_its_text(tmp_path):
     with torch.no_grad():
         wanted = model(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(logits_of(folder), wanted, atol=2e-4, rtol=1e-4)
-    assert open_checkpoint(folder).eos_ids == {1}  # of generation_config.json
+    assert open_checkpoint(folder).eos_ids == {1}  # from generation_config.json
 
 
 def test_long_rope_takes_the_short_factors_where_no_sequence_is_longer_than_the_trained_context(tmp_path):

@@ -1,4 +1,4 @@
-"""The name of a model's weights: the same for copies, another for any other."""
+"""The fingerprint of a model's weights: copies have the same one, any other weights another."""
 
 import random
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from kvloom.checkpoints.fingerprint import fingerprint, stamp
 from kvloom.contract.errors import ModelError
 
-SIZE = 12 << 20  # several pieces
+SIZE = 12 << 20  # bytes: read in several pieces
 
 
 def folder(path: Path, seed: int = 1, config: str = "{}", size: int = SIZE) -> Path:

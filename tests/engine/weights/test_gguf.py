@@ -66,7 +66,7 @@ def interleave(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, 
 
 
 def tensors_of(model: Any, arch: str) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Of a transformers model as GGUF files have them: a stack of all experts' gates, one of their ups."""
+    """A transformers model's tensors as GGUF files have them: gates of all experts in one stack, ups in another."""
     for key, value in model.state_dict().items():
         data = value.numpy()
         if ".experts." not in key:
@@ -85,7 +85,7 @@ def tensors_of(model: Any, arch: str) -> Iterator[tuple[str, np.ndarray[Any, Any
 
 
 def write(path: Path, model: Any, arch: str, quantised: str | None = None, **metadata: Any) -> Path:
-    """A GGUF file of a transformers model; matrices in block type `quantised` where it fits."""
+    """Writes a transformers model as a GGUF file; matrices have block type `quantised` where it fits."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
@@ -165,7 +165,7 @@ def test_k_blocks_are_read_as_the_gguf_package_reads_them(kind, tmp_path):
     reader = gguf.GGUFReader(path)
     type_ = gguf.GGMLQuantizationType[kind]
     _, size = gguf.GGML_QUANT_SIZES[type_]
-    blocks = np.random.default_rng(0).integers(0, 60, (256, size), dtype=np.uint8)  # small bytes: finite scales
+    blocks = np.random.default_rng(0).integers(0, 60, (256, size), dtype=np.uint8)  # small bytes keep the scales finite
     writer = gguf.GGUFWriter(tmp_path / "k.gguf", "llama")
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":

@@ -1,4 +1,4 @@
-"""Files of a model that were written by nobody's converter: each is refused in a sentence, and quickly."""
+"""Model files that no converter would write: each is refused quickly and in one sentence."""
 
 import itertools
 import json

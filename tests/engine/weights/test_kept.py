@@ -1,4 +1,4 @@
-"""Packed weights between starts: what is kept, what is trusted, what goes, and what a bad disk costs."""
+"""Packed weights kept between starts: which are kept, trusted and deleted, and what a faulty disk costs."""
 
 import errno
 import logging
@@ -36,7 +36,7 @@ def test_what_was_kept_is_found_again_as_it_was(store):
     (entry,) = store.entries()
     assert (entry.model, entry.key, entry.num_bytes) == ("/models/mine", KEY, DATA_OFFSET + SIZE)
     assert store.is_sound(entry)
-    assert [path.name for path in store.folder.iterdir()] == [KEY.file_name]  # no part is left
+    assert [path.name for path in store.folder.iterdir()] == [KEY.file_name]  # no partial file is left
 
 
 def test_the_folder_and_its_files_are_the_users_alone(store):
@@ -160,7 +160,7 @@ def test_the_one_used_longest_ago_goes_when_room_is_needed(tmp_path):
     for number in range(3):
         store.keep(other(number), DATA, "")
         os.utime(store.folder / other(number).file_name, (OLD_S, OLD_S + number))
-    store.open(other(0), SIZE)  # used: now 1 is the oldest
+    store.open(other(0), SIZE)  # now used: 1 becomes the oldest
     store.keep(other(3), DATA, "")
     assert {entry.key for entry in store.entries()} == {other(0), other(2), other(3)}
 
@@ -234,12 +234,12 @@ def test_clearing_removes_all_and_who_has_it_mapped_goes_on(store):
     assert mapped[:1] == b"a"
 
 
-# -- fingerprints that are remembered
+# -- remembered fingerprints
 
 
 @pytest.fixture
 def model(tmp_path):
-    """Files that nobody has written to for long."""
+    """A model file; with the fixture `later`, one that has not been written to for a long time."""
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF" * 1000)
     return path
@@ -247,7 +247,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def later(monkeypatch):
-    """Time has passed since the files were written."""
+    """Sets the clock to long after the files were written."""
     monkeypatch.setattr(kept.time, "time", lambda: 4e9)
 
 
@@ -293,7 +293,7 @@ def test_fingerprints_go_with_their_weights(store, model, later):
     assert list((store.folder / "stamps").iterdir()) == []
 
 
-# -- where, and how much
+# -- the folder and its size
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Folders of AWQ, GPTQ, compressed-tensors and FP8: their own values, in the forms of the CPU kernels; and refusals."""
+"""Folders of AWQ, GPTQ, compressed-tensors and FP8: the CPU kernels keep their values; and what is refused."""
 
 import json
 import re
@@ -281,7 +281,7 @@ def test_groups_that_do_not_divide_the_columns_are_refused(tmp_path):
 @pytest.mark.parametrize("name", ["awq", "gptq, act order", "compressed, zeros", "fp8 by block"])
 @pytest.mark.parametrize("family", ["phi3", "gemma3"])
 def test_a_family_that_adapts_its_tensors_adapts_packed_ones(family, name, tmp_path):
-    """Phi-3 holds q, k and v as one matrix, gate and up as another; Gemma holds norms less one."""
+    """Phi-3 stores q, k and v as one matrix, and gate and up as another; Gemma stores norm weights minus one."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = tiny_model(family, **sizes)
     checkpoint = open_checkpoint(write_folder(model, tmp_path / "model", FORMATS[name]))

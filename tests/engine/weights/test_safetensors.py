@@ -1,4 +1,4 @@
-"""Hugging Face folders: what is read, and what is refused with a sentence that says why."""
+"""Hugging Face folders: what is read, and what is refused with a sentence that gives the reason."""
 
 import json
 from pathlib import Path

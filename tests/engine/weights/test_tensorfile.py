@@ -1,4 +1,4 @@
-"""The safetensors format: what its library writes is read, and what it refuses is refused."""
+"""The safetensors format: files that its library writes are read, and files that it refuses are refused."""
 
 import json
 from typing import Any
