@@ -47,7 +47,7 @@ def test_an_id_may_be_used_again_once_its_request_is_aborted(is_between_halves):
 
 
 class RankThatRemembers(FakeRunner):
-    """`known`: the sequences that it was told of and was not told to drop."""
+    """A rank that records in `known` the sequences it was sent and was not told to drop."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
@@ -63,7 +63,7 @@ class RankThatRemembers(FakeRunner):
 
 @pytest.mark.parametrize("steps_before", [0, 1, 5])
 def test_the_rank_forgets_every_request_that_ended(steps_before):
-    """However it ended: by an abort, by its length, or by a stop string that is seen a step late."""
+    """Requests end by an abort, by their length, or by a stop string that is found a step late."""
     rank = RankThatRemembers(EngineConfig(backend="fake", num_blocks=64, block_size=4, max_seq_len=64))
     engine = engine_over(rank)
     stop = bytes(truth(Request("c", prompt(5), GREEDY), 12)).decode()[5:7]

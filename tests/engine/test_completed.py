@@ -9,7 +9,7 @@ STEP = StepSize(12, 60)
 
 
 def test_the_columns_are_those_of_the_document():
-    """Its example: 363 , 5 , 593 , 81 , 512 , 12 , 60 , 1."""
+    """The document's example is 363 , 5 , 593 , 81 , 512 , 12 , 60 , 1."""
     line = completed_line([("363", 81, 512)], STEP, 128)
     assert line == "COMPLETED REQ ID: 363 , 5 , 593 , 81 , 512 , 12 , 60 , 1"
 
@@ -36,7 +36,7 @@ def test_nothing_is_kept_while_the_level_leaves_it_out(caplog):
 
 
 def test_the_requests_of_one_id_are_told_in_their_order(caplog):
-    """The second is added before the end of the first, which was aborted, is told."""
+    """The second request is added before the end of the first, an abort, is delivered."""
     caplog.set_level(logging.INFO)
     completed = CompletedLog(16)
     for prompt in ((1, 2, 3), (1,)):

@@ -39,7 +39,7 @@ def test_a_rank_that_dies_at_any_step_changes_no_answer(fields):
         stats = engine.stats()
         assert stats.num_free_blocks == stats.num_blocks
         assert stats.num_free_host_blocks == stats.num_host_blocks
-        if not stats.total_crashes:  # it was through before
+        if not stats.total_crashes:  # all requests ended before the crash
             assert dying > 9
             return
         assert (stats.total_crashes, stats.total_guilty) == (1, 0)
@@ -47,7 +47,7 @@ def test_a_rank_that_dies_at_any_step_changes_no_answer(fields):
 
 
 def test_the_engines_of_these_tests_do_what_they_are_named_after():
-    """What a crash meets: copies on the host, preempted sequences, guesses."""
+    """The engines really swap, preempt and draft, so that crashes meet each of these."""
     found = {}
     for name, fields in ENGINES.items():
         engine, executor = mortal_engine(**fields)
@@ -59,7 +59,7 @@ def test_the_engines_of_these_tests_do_what_they_are_named_after():
 
 
 def test_a_rank_that_dies_again_and_again_changes_no_answer():
-    """As long as whoever it died under has been cleared meanwhile."""
+    """This holds as long as the requests that were running at a crash have been cleared before the next."""
     want = answers(max_batch=16)
     for every in (47, 61):
         engine, executor = mortal_engine(at_steps(range(every, 10_000, every)), max_batch=16)
@@ -77,7 +77,7 @@ def test_a_rank_that_is_found_dead_between_two_steps_is_a_pause_too():
         if not any(live.seq.is_suspect for live in engine._seqs.values()):
             executor.die()
     assert tokens_of(found) == truth(request, 20)
-    assert engine.stats().total_crashes == 5  # 2, 4, 8 and 16 tokens are asked for in turn
+    assert engine.stats().total_crashes == 5  # a suspect is cleared after 2, 4, 8 and 16 tokens in turn
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -91,7 +91,7 @@ def test_tokens_of_the_last_step_are_told_at_once_and_not_twice(is_late):
         engine.start_step()
     told += engine.suspend()
     assert tokens_of(told) == truth(request, 3)
-    if is_late:  # the rank stays away; whoever leaves meanwhile is told
+    if is_late:  # the rank stays away; a request that is aborted meanwhile gets its last delta
         engine.abort("a")
         engine.add(Request("b", prompt(4), GREEDY))
         assert [delta.finish_reason for delta in engine.take_deltas()] == [FinishReason.ABORT]
@@ -108,7 +108,7 @@ def test_the_guilty_is_told_its_last_tokens_before_its_end():
     engine.add(request)
     executor.die()
     assert step(engine, executor) == []
-    engine.step()  # alone, and its token is not told yet
+    engine.step()  # the suspect runs alone; its token has not been delivered yet
     executor.die()
     with pytest.raises(Exception, match="dead"):
         engine.start_step()
@@ -126,7 +126,7 @@ def test_what_was_cached_for_a_prompt_at_first_is_what_is_told_after_a_crash_too
     assert {delta.num_cached_tokens for delta in deltas} == {16}
     stats = engine.stats()
     assert (stats.total_cached_tokens, stats.total_resumed) == (16, 1)
-    assert stats.total_recomputed_tokens == 18  # the prompt, and the first token of the answer
+    assert stats.total_recomputed_tokens == 18  # the prompt and the first token of the answer
 
 
 def test_nothing_of_the_dead_rank_is_believed_and_the_outer_tier_helps():

@@ -237,7 +237,7 @@ def test_a_reset_prefix_cache_is_found_by_nobody_and_changes_no_answer(preempts:
     assert (engine.stats().num_cached_blocks, engine.stats().total_preemptions) == (0, int(preempts))
     last = run_all(engine, Request("c", prompt, params))
     assert tokens_of(last["c"]) == tokens_of(first["a"])
-    assert last["c"][-1].num_cached_tokens == 0 or preempts  # "b" may have computed it again before
+    assert last["c"][-1].num_cached_tokens == 0 or preempts  # "b" may have recomputed it before
     assert tokens_of(last["b"]) == tokens_of(first["a"])[-len(tokens_of(last["b"])) :]
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
@@ -259,7 +259,7 @@ def test_fail_all_ends_every_request_once_and_the_engine_works_on_after_a_reset(
 
 
 def whole_answer(request: Request, max_seq_len: int) -> tuple[list[int], str, FinishReason]:
-    """What is told of a request that nobody aborts, read off the true tokens one by one."""
+    """What a request that is not aborted gets, derived token by token from the truth: tokens, text, reason."""
     params, limit = request.params, request.max_len(max_seq_len) - len(request.prompt_ids)
     tokens, text = truth(request, limit), ""
     for count, token in enumerate(tokens, 1):
@@ -275,8 +275,9 @@ def whole_answer(request: Request, max_seq_len: int) -> tuple[list[int], str, Fi
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Random arrivals, halves of steps and aborts, with steps planned ahead and without: every answer is the true one
-    to its end, or a beginning of it where it was aborted; each ends once."""
+    """Random arrivals, halves of steps and aborts, with and without steps planned ahead: every answer is complete and
+    true, or a prefix of the true one if it was aborted; each request ends once.
+    """
 
     FIELDS: ClassVar[dict[str, int]] = {}
 

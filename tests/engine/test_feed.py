@@ -11,7 +11,7 @@ from kvloom.engine.feed import Feed, Feeds, Step
 
 
 def reading(read: Callable[[Feeds, Feed], object], *ids: str) -> None:
-    """Runs `read` on a loop, with a feed of requests of these ids."""
+    """Runs `read` on an event loop, with a feed of requests that have these ids."""
 
     async def run() -> None:
         feeds = Feeds()

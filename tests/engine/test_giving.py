@@ -1,6 +1,4 @@
-"""Prompts computed for another engine: the answer comes once their blocks are in the outer tier, and has their
-number.
-"""
+"""Prompts computed for another engine: the answer comes once their blocks are in the outer tier, and says how many."""
 
 import pytest
 
@@ -17,7 +15,7 @@ from tests.support.engine.engines import fake_runner, in_process, run_all
 from tests.support.engine.tiers import tiered_engine
 
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-GIVEN = Request("given", prompt(30), ONE, gives_kv=True)  # 7 blocks of 4 and 2 tokens
+GIVEN = Request("given", prompt(30), ONE, gives_kv=True)  # 7 blocks of 4 tokens, and 2 tokens more
 
 
 def last_delta(engine: Engine, request: Request) -> Delta:
@@ -74,8 +72,8 @@ def test_a_tier_that_takes_less_is_believed(moved: int, given: int):
 
 
 def test_a_gap_ends_what_is_given():
-    engine, tier, _ = tiered_engine(max_tokens_per_step=8, max_batch=2)  # two blocks a step
-    seen: list[int] = []  # the first is the load that finds nothing
+    engine, tier, _ = tiered_engine(max_tokens_per_step=8, max_batch=2)  # two blocks per step
+    seen: list[int] = []  # ids of transfers; the first is the load, which finds nothing
 
     def fail_the_second(reports: list[Moved]) -> list[Moved]:
         seen.extend(each.id for each in reports)

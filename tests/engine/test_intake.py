@@ -68,7 +68,7 @@ def test_what_is_dropped_before_its_turn_is_never_taken_up():
 
 
 class Recorder(InProcessExecutor):
-    """Keeps what every step introduced and computed; computes while `gate` is open."""
+    """An executor that records every batch, and computes only while `gate` is open."""
 
     def __init__(self) -> None:
         super().__init__(FakeRunner(EngineConfig(backend="fake", max_seq_len=4096)))
@@ -103,7 +103,7 @@ def with_engine(body: Callable[[EngineThread, Recorder], Awaitable[None]], **fie
 
 
 async def begin_to_stream(engine: EngineThread, executor: Recorder, num_tokens: int) -> None:
-    """A neighbour whose first step does not end before the gate is opened."""
+    """Starts a neighbour's request, whose first step does not end before the gate is opened."""
     executor.gate.clear()
     engine.open([request("neighbour", max_tokens=num_tokens)])
     assert await asyncio.to_thread(executor.is_waiting.wait, 20)

@@ -75,7 +75,7 @@ def test_a_rank_that_does_not_answer_is_taken_for_dead():
         assert await task == truth(asked("a"))
         assert engine.stats().total_crashes == 1
 
-    with_engine(body, step_timeout_s=3.0)  # which no rank takes that runs
+    with_engine(body, step_timeout_s=3.0)  # far more than a step of a running rank takes
 
 
 def test_the_log_says_what_happened_in_one_line(caplog):
@@ -143,7 +143,7 @@ def test_whoever_leaves_while_the_rank_is_away_is_told_and_not_computed_again():
     with_engine(body, executor=executor)
 
 
-# -- no way back
+# -- a rank that does not come back
 
 
 def test_a_model_that_does_not_come_back_in_time_ends_its_requests_and_refuses_others_until_it_does():
@@ -220,7 +220,7 @@ def test_weights_that_have_changed_meanwhile_do_not_continue_the_answers_of_othe
 
 
 def test_a_request_that_kills_its_rank_is_ended_and_the_next_are_served():
-    """Over HTTP's way in: the error is one of the request's own."""
+    """Requests enter as they do from HTTP. The error is the request's own, and the other request is answered."""
     executor = shy()
     executor.may_return.set()
     poisoned: set[int] = set()
@@ -243,7 +243,7 @@ def test_a_request_that_kills_its_rank_is_ended_and_the_next_are_served():
     with_engine(body, executor=executor)
 
 
-# -- the end
+# -- closing
 
 
 def test_closing_while_the_rank_is_away_ends_all_at_once():

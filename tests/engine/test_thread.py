@@ -43,7 +43,7 @@ def test_closing_a_stream_frees_its_blocks():
 
 
 def test_an_id_that_is_used_again_at_once_gets_nothing_of_the_request_before():
-    """Its reader leaves while tokens, and then its end, are on their way from the engine's thread."""
+    """The reader leaves while tokens and the end of its request are still on their way from the engine's thread."""
 
     async def body(engine: EngineThread) -> None:
         for seed in range(20):
@@ -58,7 +58,7 @@ def test_an_id_that_is_used_again_at_once_gets_nothing_of_the_request_before():
 
 
 def test_an_id_that_is_used_again_at_once_for_what_can_never_run_is_refused():
-    """What is said of the request before comes first."""
+    """Deltas of the earlier request, which are still on their way, do not hide the refusal."""
 
     async def body(engine: EngineThread) -> None:
         for _ in range(20):
@@ -233,7 +233,7 @@ def test_weights_that_have_changed_are_loaded_only_when_others_are_wanted(tmp_pa
             assert not engine.is_ready
             await engine.wake(wants_same_weights=False)
             await engine.sleep()
-            await engine.wake(wants_same_weights=True)  # those that were loaded last
+            await engine.wake(wants_same_weights=True)  # the weights that were loaded last
             assert len(await collect(engine, Request("r", PROMPT, SamplingParams(max_tokens=1)))) == 1
             (tmp_path / "model.safetensors").unlink()
 

@@ -57,7 +57,7 @@ def test_an_end_within_a_message_is_an_end() -> None:
             channel.receive(timeout_s=WAIT_S)
 
 
-MUCH = list(range(400_000))  # more than a socket holds
+MUCH = list(range(400_000))  # more than a socket buffers
 
 
 def test_two_ends_that_send_much_at_once_do_not_wait_for_each_other_to_read() -> None:
@@ -80,7 +80,7 @@ def test_two_ends_that_send_much_at_once_do_not_wait_for_each_other_to_read() ->
 
 def test_an_end_that_does_not_read_is_not_waited_for_for_ever() -> None:
     ours, theirs = socket.socketpair()
-    ended = threading.Timer(WAIT_S, theirs.shutdown, [socket.SHUT_RDWR])  # for who would wait as long as it is there
+    ended = threading.Timer(WAIT_S, theirs.shutdown, [socket.SHUT_RDWR])  # ends the test if `send` waits for ever
     ended.start()
     with ours, theirs, pytest.raises(TimeoutError, match=r"nothing was read for 0\.01 s"):
         Channel(ours, list[int]).send(MUCH, 0.01)

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: kvloom.vllm over a vLLM whose tokens are known (tests/support/vllm/fake)."""
+"""An engine in another process: kvloom.vllm over a fake vLLM whose tokens are known (tests/support/vllm/fake)."""
 
 import asyncio
 import os
@@ -138,7 +138,7 @@ def test_a_process_that_hangs_is_restarted(folder):
         assert await running == whole
         assert engine.stats().total_restarts == 1
 
-    with_engine(folder, body, step_timeout_s=3.0)  # which none takes that runs
+    with_engine(folder, body, step_timeout_s=3.0)  # far more than a step takes while the process runs
 
 
 def test_a_process_that_dies_while_idle_is_replaced(folder):
@@ -217,7 +217,7 @@ def test_adapters_are_loaded_used_and_read_again_into_a_new_process(folder, tmp_
         with pytest.raises(BadRequest, match="lora_path"):
             await engine.load_adapter(str(tmp_path))
         engine.unload_adapter(adapter.id)
-        await engine.reset_prefix_cache(preempts=False)  # is answered behind the unloading
+        await engine.reset_prefix_cache(preempts=False)  # answered after the unloading
         with pytest.raises(ServingError, match="the adapter was unloaded"):
             await deltas_of(engine, Request("d", PROMPT, GREEDY, adapter=adapter.id))
 
@@ -225,7 +225,7 @@ def test_adapters_are_loaded_used_and_read_again_into_a_new_process(folder, tmp_
 
 
 def test_log_probabilities_of_given_tokens_and_of_the_best_are_right_beside_each_other(folder):
-    """vLLM would mix them in one step, so requests of the two kinds take turns; who wants none waits for nobody."""
+    """vLLM would mix them in one step, so requests of the two kinds take turns; others do not wait."""
     best, given = replace(GREEDY, logprobs=2, max_tokens=30), replace(GREEDY, logprobs=0, logprob_ids=(5, 9))
     kinds = [best, given, replace(given, max_tokens=2), best, GREEDY, replace(given, max_tokens=2), best]
 

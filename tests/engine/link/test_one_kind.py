@@ -7,7 +7,7 @@ from kvloom.vllm.one_kind import OneKind
 
 
 class Visit:
-    """Of one who comes, is inside until told to leave, and says so in `inside`."""
+    """A task that enters, stays inside until it is told to leave, and is listed in `inside` meanwhile."""
 
     def __init__(self, company: OneKind, kind: str, inside: list[str]) -> None:
         self.told = asyncio.Event()
@@ -25,13 +25,13 @@ class Visit:
 
 
 async def settled() -> None:
-    """Whoever can go on has done so."""
+    """Returns when all tasks that can continue have done so."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 def play(body: Callable[[Callable[[str], Visit], list[str]], Awaitable[None]]) -> None:
-    """`body` is given who comes and the list of those who are inside."""
+    """Runs `body(comes, inside)`: `comes` starts a visit of a kind, `inside` lists the kinds of those inside."""
 
     async def main() -> None:
         company, inside, came = OneKind(), [], []

@@ -29,7 +29,7 @@ from tests.support.models.checkpoints import save, tiny_model
 from tests.support.pool.agents import blocks_of, running_agent
 
 NUM_KILLS = int(os.environ.get("KVLOOM_TEST_RANK_KILLS", "6"))
-LOGPROB_TOLERANCE = 1e-4  # of float32 sums in another order
+LOGPROB_TOLERANCE = 1e-4  # float32 sums are added in another order
 PARAMS = (
     SamplingParams(temperature=0, max_tokens=20, logprobs=3),
     SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=0),
@@ -38,7 +38,7 @@ PARAMS = (
 
 
 def answers(config: EngineConfig) -> tuple[list[list[int]], list[float]]:
-    """Tokens of three requests that run together, and the log-probabilities they asked for."""
+    """Tokens of three requests that run together, and their log-probabilities."""
     requests = [Request(f"r{i}", tuple(range(3 + i, 40 + i)), params) for i, params in enumerate(PARAMS)]
     with opened(config) as executor:
         found = run_all(Engine(config, executor, ByteTokenizer()), *requests)
@@ -80,12 +80,12 @@ def test_each_rank_keeps_its_part_of_a_block_in_the_pool(tmp_path):
         )
         want, cold = run(config)
         pool = agent.node.pools()[0]
-        first = blocks_of(pool)[0]  # one rank's part of a request's first block
+        first = blocks_of(pool)[0]  # one rank's part of the first block of a request
         pool.view(first.offset, first.length)[:] ^= 255
         assert pool.distrust(first)
         again, warm = run(config)
         assert (again, cold) == (want, 0)
-        assert warm == 2 * (57 // 16)  # the other two requests' whole blocks
+        assert warm == 2 * (57 // 16)  # the whole blocks of the other two requests
 
 
 def test_the_parts_of_the_ranks_are_the_whole(tmp_path):
@@ -104,7 +104,7 @@ def test_the_parts_of_the_ranks_are_the_whole(tmp_path):
 
 
 def test_ranks_whose_caches_differ_are_refused(monkeypatch):
-    """The engine names blocks once for all ranks: a rank with another layout would move and compute other bytes."""
+    """The engine numbers blocks once for all ranks: a rank with another layout would move and compute other bytes."""
     sizes = iter((16, 32))
     ends: list[socket.socket] = []
 
@@ -141,7 +141,7 @@ def test_a_model_that_cannot_be_opened_so_is_one_clear_error(tmp_path, fields, e
 
 
 def test_whichever_rank_is_killed_whenever_every_request_is_answered():
-    """As if nothing had happened; and the group comes back each time."""
+    """Every answer is the undisturbed one, and the group restarts each time."""
     dice = random.Random(11)
     seen: asyncio.Queue[int] = asyncio.Queue()
 
@@ -163,7 +163,7 @@ def test_whichever_rank_is_killed_whenever_every_request_is_answered():
                 assert isinstance(executor, RankExecutor)
                 victim = dice.choice(executor.pids)
                 tasks = [asyncio.create_task(ask(engine, f"{kill}-{i}")) for i in range(8)]
-                for _ in range(dice.randrange(200)):  # of the 240 tokens
+                for _ in range(dice.randrange(200)):  # of 240 tokens in all
                     await asyncio.wait_for(seen.get(), 120)
                 os.kill(victim, signal.SIGKILL)
                 await asyncio.wait_for(asyncio.gather(*tasks), 120)

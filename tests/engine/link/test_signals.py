@@ -36,12 +36,12 @@ def test_a_signal_that_comes_before_it_is_ignored_is_ignored_too():
         for number in (signal.SIGINT, signal.SIGTERM):
             child.send_signal(number)
         out, _ = child.communicate("\n", timeout=WAIT_S)
-    assert (child.returncode, out) == (0, "[]\n")  # what it starts holds none of them
+    assert (child.returncode, out) == (0, "[]\n")  # none stays blocked, so its own children block none
 
 
 @pytest.mark.usefixtures("really_started")
 def test_a_model_process_heeds_no_ctrl_c_while_it_imports():
-    """In a terminal Ctrl-C reaches the whole group: the server ends, and no model process prints a traceback."""
+    """In a terminal, Ctrl-C reaches the whole process group: the server ends, no model process prints a traceback."""
     command = [*CLI, "serve", "--backend", "fake", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True) as server:
         until(lambda: model_processes(server.pid))

@@ -1,6 +1,4 @@
-"""Models with bidirectional attention: prompts are computed whole, no blocks are cached, vectors equal
-transformers'.
-"""
+"""Models with bidirectional attention: whole prompts, no cached blocks, and the vectors of transformers."""
 
 import json
 import shutil
@@ -59,7 +57,7 @@ def runner(folder: Path, kind: str) -> ModelRunner:
 
 
 def vectors(runner: ModelRunner, tag: str = "", **fields: Any) -> list[torch.Tensor]:
-    """Of all PROMPTS together."""
+    """The vectors of all PROMPTS, run together."""
     engine = engine_over(runner, **fields)
     requests = [Request(f"{tag}{i}", ids, NOTHING, pooling=runner.info.pooling) for i, ids in enumerate(PROMPTS)]
     found = run_all(engine, *requests)
@@ -82,7 +80,7 @@ def test_embedding_gemma_gives_the_vectors_of_transformers(runner: ModelRunner, 
 
 @pytest.mark.parametrize("limits", [{"max_batch": 1}, {"max_tokens_per_step": 64}, {"max_prefill_tokens": 20}])
 def test_company_and_small_steps_do_not_show(runner: ModelRunner, limits: dict[str, int]):
-    """Bit for bit: a prompt is computed whole, if necessary in a step of its own."""
+    """Bit for bit: each prompt is computed whole, if necessary in a step of its own."""
     together, other = vectors(runner), vectors(runner, "other", **limits)
     assert all(torch.equal(*both) for both in zip(together, other, strict=True))
 

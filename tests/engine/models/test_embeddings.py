@@ -38,7 +38,7 @@ KERNELS = {"backend": "cpu", "weight_format": "bf16"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return save(tiny_model("qwen3"), tmp_path_factory.mktemp("model"))  # heads of 32, which the kernels have
+    return save(tiny_model("qwen3"), tmp_path_factory.mktemp("model"))  # heads of 32, which the kernels support
 
 
 @pytest.fixture(scope="module", params=[REFERENCE, KERNELS], ids=["reference", "cpu"])
@@ -57,7 +57,7 @@ def engine_of(runner: ModelRunner, **fields: object) -> Engine:
 
 
 def vectors(engine: Engine, pooling: str, tag: str = "") -> list[list[float]]:
-    """Of all PROMPTS together."""
+    """The vectors of all PROMPTS, run together."""
     requests = [Request(f"{tag}{i}", ids, NOTHING, pooling=pooling) for i, ids in enumerate(PROMPTS)]
     found = run_all(engine, *requests)
     return [list(array("f", found[request.id][0].embedding or b"")) for request in requests]
@@ -71,7 +71,7 @@ def wanted(model: torch.nn.Module, pooling: str) -> list[torch.Tensor]:
 
 def test_they_are_the_states_of_transformers(runner: ModelRunner, pooling: str):
     got = vectors(engine_of(runner, enable_prefix_cache=False), pooling)
-    tolerance = 2e-4 if runner.info.backend == "reference" else 0.05  # the kernels keep bfloat16 weights and cache
+    tolerance = 2e-4 if runner.info.backend == "reference" else 0.05  # the kernels have bfloat16 weights and cache
     for ids, vector, truth in zip(PROMPTS, got, wanted(tiny_model("qwen3"), pooling), strict=True):
         assert len(vector) == runner.info.hidden_size == 64
         difference = torch.tensor(vector) - truth
@@ -105,7 +105,7 @@ def test_a_session_on_a_model_without_a_head_is_refused_while_it_loads(tmp_path)
 
 
 def test_chunks_company_and_the_cache_do_not_show(runner: ModelRunner, pooling: str):
-    """Bit for bit with the kernels; the reference's own states depend on chunks in their last bits."""
+    """Bit for bit with the kernels; the reference's states differ by chunks in their last bits."""
     alone = vectors(engine_of(runner, enable_prefix_cache=False, max_batch=1), pooling)
     chunked = vectors(engine_of(runner, enable_prefix_cache=False, max_batch=4, max_tokens_per_step=7), pooling)
     cache = engine_of(runner, enable_prefix_cache=True)
@@ -129,7 +129,7 @@ def test_two_ranks_give_the_vectors_of_one(folder: Path, pooling: str):
 
 
 def test_a_checkpoint_of_the_decoder_alone_is_read_too(tmp_path: Path):
-    """As sentence-transformers saves it: tensors without "model." before their names, and no head."""
+    """Such a checkpoint, as sentence-transformers saves it, has tensors without the prefix "model." and no head."""
     model = tiny_model("qwen3", tie_word_embeddings=True)
     model.model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

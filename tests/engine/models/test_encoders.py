@@ -36,14 +36,14 @@ TOLERANCES = {
     "bf16": 0.03,
     "w8a8": 0.06,
     "w4a8": 0.6,
-}  # of random weights; vectors that have nothing to do with each other are 1.4 apart
+}  # with random weights; unrelated vectors have distance 1.4
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bert": {"max_position_embeddings": 200, "pad_token_id": 0},
     "Roberta": {"max_position_embeddings": 202, "pad_token_id": 1, "type_vocab_size": 1},
     "XLMRoberta": {"max_position_embeddings": 202, "pad_token_id": 1, "type_vocab_size": 1},
 }
 SHAPE = {
-    "hidden_size": 96,  # no multiple of 64, which the kernels fill up to
+    "hidden_size": 96,  # no multiple of 64, to which the kernels pad
     "intermediate_size": 168,
     "num_hidden_layers": 3,
     "num_attention_heads": 3,
@@ -71,7 +71,7 @@ def runner_of(path: Path, kind: str) -> ModelRunner:
 
 
 def vectors(runner: ModelRunner, seconds: dict[int, int] | None = None, **fields: Any) -> list[torch.Tensor]:
-    """Of all PROMPTS together; `seconds`: where the second of two texts begins, by prompt."""
+    """The vectors of all PROMPTS, run together. `seconds`: by prompt, where the second of its two texts begins."""
     requests = [
         Request(str(i), ids, NOTHING, pooling=runner.info.pooling, second=(seconds or {}).get(i, 0))
         for i, ids in enumerate(PROMPTS)

@@ -122,7 +122,7 @@ def test_a_cache_that_cannot_be_written_is_named(cache, monkeypatch):
 
 def test_a_disk_that_takes_no_more_is_told_in_pips_last_words(cache):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))  # pip has it too
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))  # pip inherits the limit
     try:
         with pytest.raises(ModelError, match=r"could not be fetched .*: OSError: \[Errno 27\] File too large$"):
             pull("good")

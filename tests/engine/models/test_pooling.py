@@ -69,7 +69,7 @@ def test_embeddings_share_steps_with_generations():
 
 @pytest.mark.parametrize("num_host_blocks", [0, 16])
 def test_a_preempted_embedding_is_the_same(num_host_blocks: int):
-    """Two long prompts, chunk by chunk, in blocks for one and a half, beside a decode that takes more and more."""
+    """Two long prompts, computed in chunks, in blocks for one and a half of them, beside a decode that takes more."""
     limits = {"max_batch": 4, "max_tokens_per_step": 4, "max_seq_len": 48}
     engine = fake_engine(num_blocks=14, num_host_blocks=num_host_blocks, **limits)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -14,7 +14,7 @@ from tests.support.engine.engines import engine_over, run_all, tokens_of
 from tests.support.models.checkpoints import save, tiny_model
 
 WINDOW, BLOCK = 7, 16
-REACH = WINDOW + 127  # the kernels read keys 128 at a time
+REACH = WINDOW + 127  # the kernels read keys in chunks of 128
 LENGTH = 250
 
 
@@ -30,7 +30,7 @@ def opened(folder: Path, backend: str, num_blocks: int) -> ModelRunner:
 
 
 def requests() -> list[Request]:
-    """Prompts of several chunks and short ones; all grow to LENGTH tokens."""
+    """Prompts of several chunks and short ones. All grow to LENGTH tokens."""
     lengths = (3, 40, 180)
     return [
         Request(

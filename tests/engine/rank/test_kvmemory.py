@@ -25,11 +25,11 @@ from tests.support.pool.agents import running_agent
 from tests.support.waiting import until
 
 NUM_LAYERS = 2
-SIZES = range(1, 129)  # of cacheBlockSize
+SIZES = range(1, 129)  # values of cacheBlockSize
 
 
 def stub(tile: int, num_tiles: int, is_scaled: bool) -> Backend:
-    """A backend's cache with random contents: `tile` tokens a block, 3 bytes each; `is_scaled`: and a float32."""
+    """A backend's cache with random contents: `tile` tokens per block, 3 bytes each; `is_scaled`: plus a float32."""
     random = np.random.default_rng(tile)
     sizes = [3 * tile, 4 * tile] if is_scaled else [3 * tile]
     parts = [random.integers(0, 256, (NUM_LAYERS, 2, num_tiles, size), np.uint8) for size in sizes]
@@ -39,7 +39,7 @@ def stub(tile: int, num_tiles: int, is_scaled: bool) -> Backend:
 
 
 def together(backend: Backend) -> Backend:
-    """The same, with a block of all layers in one piece, as the CPU kernels have it."""
+    """The same cache with all layers of a block contiguous, as in the CPU kernels."""
     parts = [np.ascontiguousarray(part.transpose(2, 0, 1, 3)).transpose(1, 2, 0, 3) for part in backend.kv_parts]
     backend.kv_parts = tuple(parts)
     return backend
@@ -55,7 +55,7 @@ def memory_of(blocks: TiledBlocks) -> KvMemory:
 
 @given(tile=st.sampled_from([1, 2, 16]), tiles=st.integers(1, 9), rest=st.integers(0, 8), is_scaled=st.booleans())
 def test_a_block_is_the_same_bytes_for_steps_copies_and_transfers(tile, tiles, rest, is_scaled):
-    """`rest`: blocks of the backend behind the last whole one of the engine's, which nobody uses."""
+    """`rest`: the backend's blocks after the engine's last whole one; they are unused."""
     backend = stub(tile, 3 * tiles + min(rest, tiles - 1), is_scaled)
     if tiles == 1 and rest % 2:
         backend = together(backend)
@@ -100,7 +100,7 @@ def test_what_ems_loads_is_what_it_saved_for_every_block_size(is_scaled, is_toge
             assert [bytes_of(blocks, block) for block in range(5)] == [true[i] for i in (0, 4, 2, 0, 4)], f"size {size}"
 
 
-# -- where runner and tier meet
+# -- between runner and tier
 
 
 def fake_memory(**changes: int) -> KvMemory:
@@ -142,7 +142,7 @@ def test_blocks_of_other_bytes_than_the_rank_says_are_refused():
         fake_memory().check(info)
 
 
-# -- the watch
+# -- the checksum watch
 
 PROMPT = tuple(range(1, 18))
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -182,7 +182,7 @@ def test_a_watched_load_that_brings_other_bytes_ends_the_rank(wrong, monkeypatch
 
 
 def test_a_watched_load_that_touches_another_block_ends_the_rank(monkeypatch):
-    """The block that it must not touch belongs to somebody who decodes."""
+    """The other block belongs to a request that decodes."""
     stored: dict[bytes, list[int]] = {}
     answer(stored)
     engine, _tier, _ = tiered_engine(stored)
@@ -200,10 +200,10 @@ def test_a_watched_load_that_touches_another_block_ends_the_rank(monkeypatch):
 
 
 def test_what_is_saved_must_be_what_was_computed():
-    """Somebody wrote into a full block between the step that filled it and its save."""
+    """A full block is overwritten between the step that filled it and its save."""
     engine, tier, _ = tiered_engine()
     engine.add(Request("a", PROMPT, PARAMS))
-    for _ in range(2):  # the tier has nothing; it is computed
+    for _ in range(2):  # the tier has no hit, so the prompt is computed
         engine.step()
     WRITE(tier, 1, None)
     with pytest.raises(WrongBytes, match="block 1 has changed"):

@@ -28,13 +28,13 @@ def truth(request: Request, num_tokens: int) -> list[int]:
 
 
 def answer(engine: Engine, request: Request) -> tuple[list[int], int]:
-    """The tokens, and how many of the prompt's tokens came from a cache."""
+    """The answer's tokens, and how many of the prompt's tokens came from a cache."""
     deltas = run_all(engine, request)[request.id]
     return tokens_of(deltas), deltas[-1].num_cached_tokens
 
 
 def filled(request: Request) -> dict[bytes, list[int]]:
-    """The tier's contents after `request` was answered."""
+    """The contents of a tier after an engine answered `request`."""
     engine, tier, _ = tiered_engine()
     answer(engine, request)
     return tier.stored
@@ -256,7 +256,7 @@ def test_too_few_blocks_and_a_slow_tier_change_no_answer(num_blocks, lengths, de
 
 
 def keys_of(request: Request) -> list[bytes]:
-    """Of the full blocks of its prompt, of 4 tokens each."""
+    """The keys of the full blocks, of 4 tokens each, of the request's prompt."""
     keys: list[bytes] = []
     extend_chain(keys, request.prompt_ids, 4, request.cache_salt)
     return keys

@@ -134,7 +134,7 @@ def test_the_digest_is_of_the_contents_and_not_of_the_place(tmp_path):
     assert read_adapter(make_adapter(tmp_path / "three", TINY_SHAPES, 1, lora_alpha=3), None).digest != digest
 
 
-# -- whose blocks are shared
+# -- which requests share blocks
 
 
 def test_no_salt_of_a_request_leads_to_the_blocks_of_an_adapter():
@@ -236,7 +236,7 @@ def test_so_many_adapters_and_no_more(folders):
 
 
 def test_a_killed_rank_comes_back_with_its_adapters(folders, tmp_path):
-    """Every request goes on; an adapter whose files are gone by then is refused with the reason."""
+    """Every request continues; an adapter whose files are gone by then is refused with the reason."""
     has_begun = asyncio.Event()
 
     async def ask(engine, name, adapter):

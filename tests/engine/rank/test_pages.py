@@ -22,7 +22,7 @@ LIBC.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def resident_bytes(layers: list[list[np.ndarray]]) -> int:
-    """Of these tensors, whose blocks are whole pages: what else the process has comes and goes."""
+    """Resident bytes of these tensors alone, whose blocks are whole pages; other memory of the process varies."""
     total = 0
     for block in (block for layer in layers for side in layer for block in side):
         pages = np.zeros(block.nbytes // mmap.PAGESIZE, np.uint8)
@@ -40,13 +40,13 @@ def test_whole_pages_of_the_blocks_are_released_and_all_others_keep_their_bytes(
     kept = [block for block in range(NUM_BLOCKS) if block not in BLOCKS]
     assert (side[kept] == 7).all()
     assert int((side == 0).sum()) == released
-    # each run of blocks loses at most a page at each end
+    # each run of blocks loses at most one page at each end
     assert released >= len(BLOCKS) * BLOCK_BYTES - 2 * 3 * mmap.PAGESIZE
     assert released % mmap.PAGESIZE == 0
 
 
 def test_of_tensors_whose_blocks_lie_between_each_others_only_the_blocks_are_released():
-    """A block of all three lies together, as the CPU kernels' do."""
+    """A block of all three tensors is contiguous, as in the CPU kernels."""
     pages = mmap.mmap(-1, NUM_BLOCKS * 3 * BLOCK_BYTES)
     cache = np.frombuffer(pages, dtype=np.uint8).reshape(NUM_BLOCKS, 3, BLOCK_BYTES)
     cache[:] = 7
@@ -68,19 +68,19 @@ def test_the_system_has_the_memory_back():
 
 
 def new_layers(num_bytes: int) -> list[list[np.ndarray]]:
-    """Two layers of two tensors of 64 blocks, untouched."""
+    """Two layers of two tensors of 64 blocks, not yet touched."""
     return [[np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8).reshape(64, -1) for _ in range(2)] for _ in range(2)]
 
 
 def new_layers_together(num_bytes: int) -> list[list[np.ndarray]]:
-    """The same, but a block of all four lies together."""
+    """The same layers, with a block of all four tensors contiguous."""
     cache = np.frombuffer(mmap.mmap(-1, 4 * num_bytes), np.uint8).reshape(64, 2, 2, -1)
     return [[cache[:, layer, side] for side in range(2)] for layer in range(2)]
 
 
 @pytest.fixture
 def no_way_given(monkeypatch):
-    """Its threads run like any other: beside busy processes, one that gives way may get no time for minutes."""
+    """Threads keep normal priority: beside busy processes, one of low priority may get no time for minutes."""
     monkeypatch.setattr(pages_module, "_NICENESS", os.getpriority(os.PRIO_PROCESS, 0))
 
 
@@ -95,7 +95,7 @@ def test_the_thread_gives_way_to_all_others():
 @pytest.mark.usefixtures("no_way_given")
 @pytest.mark.parametrize("new_layers", [new_layers, new_layers_together])
 def test_memory_is_provided_ahead_of_the_highest_block_in_use_and_no_further(new_layers):
-    layers = new_layers(4 << 20)  # 64 KiB a block, 256 KiB with all four tensors
+    layers = new_layers(4 << 20)  # 64 KiB per block, 256 KiB in all four tensors
     pages = PagesAhead(layers, 64, Ahead(2 << 20, 8 << 20, 0))
     until(lambda: resident_bytes(layers) == 2 << 20)
     pages.use(9)
@@ -114,7 +114,7 @@ def test_memory_is_provided_ahead_of_the_highest_block_in_use_and_no_further(new
 def test_what_is_in_a_block_stays_when_its_memory_is_provided():
     layers = new_layers(1 << 20)
     layers[0][1][40] = 7
-    PagesAhead(layers, 32, Ahead(1 << 30, 1 << 30, 0))  # a cache whose blocks are two of the tensors'
+    PagesAhead(layers, 32, Ahead(1 << 30, 1 << 30, 0))  # each block of this cache is two of the tensors'
     until(lambda: resident_bytes(layers) == 4 << 20)
     assert (layers[0][1][40] == 7).all()
 
@@ -135,13 +135,13 @@ def test_what_was_given_back_is_provided_again_from_the_first_block_on():
 
 @pytest.fixture
 def always_at_rest(monkeypatch, no_way_given):
-    """Where nothing has been used for no time at all, the thread goes further."""
+    """Any pause counts as rest, so the thread provides memory further ahead at once."""
     monkeypatch.setattr(pages_module, "_REST_S", 0.0)
 
 
 @pytest.mark.usefixtures("always_at_rest")
 def test_at_rest_memory_is_provided_further_ahead_of_what_was_used():
-    layers = new_layers(4 << 20)  # 256 KiB a block with all four tensors
+    layers = new_layers(4 << 20)  # 256 KiB per block in all four tensors
     pages = PagesAhead(layers, 64, Ahead(1 << 20, 1 << 20, 4 << 20))
     until(lambda: resident_bytes(layers) == 4 << 20)
     pages.use(7)

@@ -1,4 +1,4 @@
-"""How a configuration becomes a backend: which one, and how many blocks its memory holds."""
+"""How a configuration becomes a backend: which one is chosen, and how many blocks its memory holds."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ KV_BYTES = 1 << 20
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    return str(save(tiny_model("qwen3"), tmp_path_factory.mktemp("model")))  # heads of 32, which the kernels have
+    return str(save(tiny_model("qwen3"), tmp_path_factory.mktemp("model")))  # heads of 32, which the kernels support
 
 
 def opened(model: str, **fields: object) -> ModelRunner:
@@ -130,7 +130,7 @@ PLAIN = (
 @pytest.mark.parametrize("table_step", [1, 8])
 @pytest.mark.parametrize("fields", [{}, {"block_size": 32}, {"run_ahead": False}, {"num_blocks": 18}])
 def test_a_batch_that_is_kept_gives_what_one_made_anew_gives(model, monkeypatch, fields, table_step):
-    """Sequences come late, end, need blocks beyond the table's width, and give way where there are few blocks."""
+    """Sequences arrive late, end, need blocks beyond the table's width, and are preempted where blocks are few."""
     size = {} if "num_blocks" in fields else {"kv_cache_bytes": KV_BYTES}
     config = EngineConfig(model=model, backend="cpu", max_batch=5, **size, **fields)
     requests = [Request(f"r{i}", tuple(range(1, 4 + i)), params) for i, params in enumerate(PLAIN)]
@@ -157,7 +157,7 @@ def test_a_batch_that_is_kept_gives_what_one_made_anew_gives(model, monkeypatch,
 
 
 def test_an_end_of_minus_one_is_none_and_not_the_last_token(model):
-    """Files write -1 where there is no end; before `min_tokens` an end is never drawn."""
+    """Model files write -1 for "no end token"; an end token is not drawn before `min_tokens`."""
     config = EngineConfig(model=model, backend="cpu", kv_cache_bytes=KV_BYTES)
     hot = Request("hot", (1, 2, 3), SamplingParams(min_tokens=200, temperature=2.0, seed=7, max_tokens=200))
 
@@ -172,7 +172,7 @@ def test_an_end_of_minus_one_is_none_and_not_the_last_token(model):
 
 
 def test_a_batch_that_is_kept_is_that_of_its_own_sequences_alone(model):
-    """Two sequences of the same length take turns: each gets what it gets alone."""
+    """Two sequences of the same length take turns: each gets the tokens that it gets without the other."""
 
     def chosen(turns: list[int]) -> dict[int, list[int]]:
         runner = opened(model, backend="cpu")
@@ -190,7 +190,7 @@ def test_a_batch_that_is_kept_is_that_of_its_own_sequences_alone(model):
 
 
 def test_work_behind_a_token_that_was_not_chosen_is_left_out(model):
-    """An engine has sent it before it could know; the blocks of the work replace those of the one before it."""
+    """The engine sends such work before it knows the token; the work's blocks replace those of the work before it."""
     runner = opened(model, backend="reference")
     prompt, params = [3, 4, 5], MIXED[0]
 

@@ -31,14 +31,14 @@ def open_small(folder, backend: str, **fields) -> ModelRunner:
 
 
 def answers(runner: ModelRunner, **fields) -> tuple[dict[str, list[int]], Engine]:
-    """With a step budget that keeps chunks of a prompt whole, so that the reference computes the same sums."""
+    """Tokens of REQUESTS, and the engine. Its steps have room for whole chunks, so that the reference's sums agree."""
     engine = engine_over(runner, max_batch=8, **fields)
     return {id: tokens_of(deltas) for id, deltas in run_all(engine, *REQUESTS).items()}, engine
 
 
 @pytest.fixture
 def swaps_always(monkeypatch):
-    """On a busy machine a copy of a tiny model's blocks may be measured to take longer than computing them again."""
+    """Swaps always: on a busy machine, copying a tiny model's blocks may measure slower than recomputing them."""
     monkeypatch.setattr(scheduler, "is_swap_cheaper", lambda num_blocks, num_tokens, costs: True)
 
 
@@ -101,7 +101,7 @@ def test_another_error_of_a_backend_stays_what_it_is(folder, monkeypatch):
 def test_copies_keep_every_byte_and_measuring_changes_none():
     parts = [np.random.default_rng(size).integers(0, 256, (2, 2, 7, size), np.uint8) for size in (3, 4)]
     wanted = [part.copy() for part in parts]
-    pairs = [part[:, :, :6].reshape(2, 2, 3, -1) for part in parts]  # two blocks of the backend's are one
+    pairs = [part[:, :, :6].reshape(2, 2, 3, -1) for part in parts]  # two blocks of the backend form one
     cache = SwapCache(pairs, num_blocks=4)
     assert cache.measure() > 0
     assert all(np.array_equal(part, want) for part, want in zip(parts, wanted, strict=True))
@@ -117,7 +117,7 @@ def test_copies_keep_every_byte_and_measuring_changes_none():
 
 
 def test_a_block_of_all_layers_lies_together(folder):
-    """So memory follows use by huge pages, too: a block touches as few of them as its bytes can."""
+    """So memory follows use with huge pages too: a block touches as few of them as possible."""
     runner = open_small(folder, "cpu", num_blocks=8, block_size=64)
     sides = [side for layer in runner.kv_layers for side in layer]
     block_bytes = runner.info.kv_bytes // 8

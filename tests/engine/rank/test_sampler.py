@@ -34,7 +34,7 @@ def normal(count: int, seed: int) -> np.ndarray:
 
 
 def draw(probs: list[float], params: SamplingParams, count: int = 400, **fields: object) -> Counter[int]:
-    """Tokens drawn with `count` different seeds from a distribution."""
+    """How often each token of a distribution is drawn with `count` different seeds."""
     rows = [history(params, seed=seed, **fields) for seed in range(count)]
     logits = np.log(floats(*probs))
     return Counter(sample(logits.copy(), row, EOS)[0] for row in rows)
@@ -80,7 +80,7 @@ def test_a_rule_leaves_exactly_these_tokens(params, kept):
     assert set(draw(probs, params)) == kept
 
 
-LEAST = (5e-324, 1e-46, 1e-40, 1e-30)  # the least float, one that float32 has not, one that kernels take for zero
+LEAST = (5e-324, 1e-46, 1e-40, 1e-30)  # the smallest float64, one below float32's range, one that kernels flush to zero
 
 
 @settings(max_examples=400)
@@ -119,10 +119,10 @@ def test_top_p_over_a_large_flat_vocabulary_looks_beyond_the_first_candidates():
     assert len(draw(probs, SamplingParams(typical_p=0.9), count=300)) > 250
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 6.0])  # of the logits: all equal, flat, as a model's, sharp
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 6.0])  # scale of the logits: all equal, flat, like a model's, sharp
 @pytest.mark.parametrize("mass", [1e-40, 0.2, 0.7, 0.999])
 def test_typical_tokens_are_the_same_however_many_are_looked_at_first(scale, mass, monkeypatch):
-    logits = np.round(normal(3000, 4), 1) * np.float32(scale)  # many equal ones
+    logits = np.round(normal(3000, 4), 1) * np.float32(scale)  # many are equal
     drawn = []
     for count in (1, 16, 1024, 3000):
         monkeypatch.setattr(sampler, "_NUM_CANDIDATES", count)
@@ -156,8 +156,8 @@ def test_a_watermark_favours_the_same_half_of_the_vocabulary_after_the_same_toke
     flat = [1 / 64] * 64
     marked = draw(flat, SamplingParams(watermark=True), count=2000, tokens=(5,))
     favoured = {token for token, count in marked.items() if count > 2000 / 64}
-    assert 26 <= len(favoured) <= 34  # half of them
-    assert sum(marked[token] for token in favoured) > 1600  # e^2 : 1
+    assert 26 <= len(favoured) <= 34  # half of the 64 tokens
+    assert sum(marked[token] for token in favoured) > 1600  # odds of e^2 : 1
     assert draw(flat, SamplingParams(watermark=True), count=2000, tokens=(6,)) != marked
 
 
@@ -214,7 +214,7 @@ def test_a_random_number_is_that_of_a_fresh_philox_whatever_is_made_with_it(seed
     "params", [SamplingParams(), SamplingParams(top_k=2), SamplingParams(typical_p=0.999)], ids=str
 )
 def test_a_draw_takes_the_point_of_its_seed_and_of_all_tokens_before_it(params):
-    """Of prompt and answer alike: a sequence that is computed again from another cut goes on as it would have."""
+    """Tokens of prompt and answer count alike, so recomputing a sequence with another prompt length changes nothing."""
     for length in range(1, 40):
         row = history(params, tuple([1] * length), num_prompt=(length + 1) // 2, seed=5)
         logits = floats(0, 0) if params.typical_p == 1 else floats(0, 0, -9)
@@ -268,7 +268,7 @@ ROW_PARAMS = st.builds(
     st.sampled_from([0.3, 3.0]),
 )
 def test_candidates_give_the_token_that_all_logits_give(params, tokens, num_prompt, seed, step):
-    logits = np.round(8 * normal(60, seed) / step).astype(np.float32) * np.float32(step)  # many equal ones
+    logits = np.round(8 * normal(60, seed) / step).astype(np.float32) * np.float32(step)  # many are equal
     row = history(params, tuple(tokens), min(num_prompt, len(tokens)), seed)
     count = num_candidates(row, len(EOS))
     if count:
@@ -284,7 +284,7 @@ def test_candidates_give_the_token_that_all_logits_give(params, tokens, num_prom
         (SamplingParams(top_k=40), 40),
         (SamplingParams(top_k=40, top_p=0.5, min_p=0.1, typical_p=0.9), 40),
         (SamplingParams(temperature=0, repetition_penalty=1.2), 1 + 3 + 2),  # distinct tokens, and two to come
-        (SamplingParams(top_k=4, frequency_penalty=0.2), 4 + 2 + 2),  # of the answer
+        (SamplingParams(top_k=4, frequency_penalty=0.2), 4 + 2 + 2),  # distinct tokens of the answer, and two to come
         (SamplingParams(temperature=0, min_tokens=9, stop_token_ids=(8, 9)), 1 + 1 + 2),
         (SamplingParams(), 0),
         (SamplingParams(top_p=0.9), 0),
@@ -306,7 +306,7 @@ def test_only_rules_that_cannot_lift_a_token_go_without_all_logits(params, count
     [
         (SamplingParams(), True),
         (SamplingParams(temperature=0.3, top_p=0.9, min_p=0.1, seed=4, stop=("x",), ignore_eos=True), True),
-        (SamplingParams(min_tokens=2), True),  # which it has
+        (SamplingParams(min_tokens=2), True),  # already reached
         (SamplingParams(min_tokens=3), False),
         (SamplingParams(temperature=0), False),
         (SamplingParams(top_k=300), False),

@@ -66,11 +66,11 @@ def test_a_plan_that_takes_blocks_from_others_or_does_nothing_waits_for_the_toke
     assert not must_wait(Plan(loads=(LoadStep(seq, (), (b"key",)),)))
 
 
-# -- two steps under way
+# -- two steps in flight
 
 
 def two_steps(seq: Seq, pool: BlockPool) -> tuple[Plan, Plan, list[Work]]:
-    """Both planned and applied, none has brought anything."""
+    """Plans and applies two steps without results of either. Returns both plans and their work."""
     first = plan_step([seq], pool, LIMITS)
     works = apply_step(first, pool)
     second = plan_step([seq], pool, LIMITS)
@@ -80,7 +80,7 @@ def two_steps(seq: Seq, pool: BlockPool) -> tuple[Plan, Plan, list[Work]]:
 
 
 def running(length: int, pool: BlockPool, **fields: object) -> Seq:
-    """A sequence whose prompt has been computed: the last of `length` tokens is an answer's first."""
+    """A running sequence whose prompt is computed: the last of its `length` tokens is the first of the answer."""
     seq = Seq(0, list(range(length - 1)), length - 1, **{"max_len": 30, **fields})
     plan = plan_step([seq], pool, LIMITS)
     apply_step(plan, pool)
@@ -176,7 +176,7 @@ def test_a_prompt_that_is_aborted_under_way_leaves_nothing_behind():
 
 
 def test_a_prompt_alone_ends_with_its_last_part():
-    """Of one that is scored or pooled nothing more is asked."""
+    """A prompt that is only scored or pooled needs no step after its last chunk."""
     pool = BlockPool(8)
     seq = Seq(0, list(range(6)), 6, max_len=6)
     apply_step(plan_step([seq], pool, LIMITS), pool)
@@ -245,7 +245,7 @@ def test_an_end_that_nobody_foresaw_costs_one_row(request_, num_stale):
 
 
 def test_a_block_that_is_given_away_under_a_stale_row_holds_what_its_next_owner_wrote():
-    """All blocks but the neighbour's change hands while the row that may still write to one of them is under way."""
+    """All blocks but the neighbour's change owner while a row that may still write to one of them is in flight."""
     engine = fake_engine(num_blocks=6, max_seq_len=24, enable_prefix_cache=False)
     going, staying = Request("going", prompt(7, 90), replace(GREEDY, max_tokens=12)), Request("b", prompt(3), GREEDY)
     engine.add(going)
@@ -328,11 +328,11 @@ def test_what_a_step_brought_is_told_when_the_rank_is_found_dead_by_the_step_aft
 
 
 def test_suspects_are_those_of_the_oldest_step_under_way():
-    """What waits behind it has not begun, and a suspect has no second step there."""
+    """The step queued behind it has not begun, and a suspect is given no second step there."""
     engine, executor = mortal_engine()
     begun(engine, Request("a", prompt(9), GREEDY))
     engine.add(Request("b", prompt(5), GREEDY))
-    engine.start_step()  # with both of them, behind a step of the first
+    engine.start_step()  # with both of them, queued behind a step of the first
     executor.die()
     with pytest.raises(RankDied):
         engine.finish_step()
@@ -346,11 +346,11 @@ def test_suspects_are_those_of_the_oldest_step_under_way():
     assert engine.stats().total_steps_ahead == before
 
 
-# -- the way to the ranks
+# -- sending to the ranks
 
 
 class Spawned(RankExecutor):
-    """With sockets in the stead of processes; `rank` is the other end."""
+    """An executor with sockets in place of processes; `rank` is the other end."""
 
     def __init__(self, step_timeout_s: float) -> None:
         self._config, self._processes = EngineConfig(backend="fake", step_timeout_s=step_timeout_s), []
@@ -361,7 +361,7 @@ class Spawned(RankExecutor):
         return "gone"
 
     def refusal(self, batch: Batch) -> str:
-        """Why the batch cannot be sent. Closes both ends."""
+        """The reason why the batch cannot be sent. Closes both ends."""
         with pytest.raises(RankDied) as caught:
             self.submit(batch)
         self.rank.close()

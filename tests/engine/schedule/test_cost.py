@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvloom.engine.schedule.cost import Load, StepCost, decode_load, load_of, pairs_of
 from kvloom.engine.schedule.seq import Plan, Seq, SeqStep, Status
 
-PARTS = (0.003, 0.0003, 0.0002, 0.00016)  # of a small model on two cores
+PARTS = (0.003, 0.0003, 0.0002, 0.00016)  # coefficients of a small model on two cores
 PARTS_DRAWN = st.tuples(
     st.floats(1e-4, 0.1), st.floats(1e-4, 0.01), st.floats(0, 0.01), st.floats(0, 0.001), st.integers(0, 99)
 )
@@ -20,7 +20,7 @@ def seconds_of(load: Load, parts: tuple[float, ...] = PARTS) -> float:
 
 
 def loads(draw: random.Random, count: int) -> list[Load]:
-    """Steps of a busy server: decodes of some sequences, a chunk of a prompt in every third."""
+    """Steps of a busy server: decodes of some sequences, and a chunk of a prompt in every third."""
     found = []
     for _ in range(count):
         num_decoding, chunk = draw.choice([1, 4, 32]), draw.choice([0, 0, draw.randrange(1, 512)])
@@ -87,11 +87,11 @@ def test_what_a_step_costs_is_found_where_it_is_a_sum_of_its_parts(drawn):
     asked = [(load, seconds_of(load, tuple(parts))) for load in loads(draw, 20)]
     errors = sorted(abs(cost.step_s(load) / seconds - 1) for load, seconds in asked)
     assert errors[10] < 0.1
-    assert errors[-1] < 0.75  # of loads unlike those that taught it
+    assert errors[-1] < 0.75  # loads unlike those it learned from
 
 
 def noisy(draw: random.Random, count: int) -> list[tuple[Load, float]]:
-    """Every tenth step is held up by somebody, up to thirty times its time; the others vary by a tenth."""
+    """Steps with noise: one in ten takes up to thirty times as long, the others vary by a tenth."""
 
     def disturbance() -> float:
         return draw.uniform(1.5, 30) if draw.random() < 0.1 else draw.uniform(0.9, 1.1)

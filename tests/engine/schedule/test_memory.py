@@ -21,7 +21,7 @@ from kvloom.contract.capacity import (
 )
 from kvloom.contract.errors import BadRequest, ModelError
 
-SMALL = CacheShape(num_layers=2, num_kv_heads=4, head_bytes=64, block_size=16)  # 16 KiB a block
+SMALL = CacheShape(num_layers=2, num_kv_heads=4, head_bytes=64, block_size=16)  # 16 KiB per block
 
 
 def wish(
@@ -101,7 +101,7 @@ def test_sizes_that_are_given_are_taken():
     )
     assert found == Pools(50, 7)
     assert plan_pools(wish(num_blocks=3, num_host_blocks=9), SMALL, machine, 0) == Pools(3, 9)
-    assert plan_pools(wish(kv_cache_bytes=2 * GIB), SMALL, machine, 0) == Pools(80, 0)  # more are of no use
+    assert plan_pools(wish(kv_cache_bytes=2 * GIB), SMALL, machine, 0) == Pools(80, 0)  # more blocks would be useless
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from tests.support.engine.engines import tokens_of
 from tests.support.models.adapters import TINY_SHAPES, make_adapter
 
 LIMITS = Limits(max_batch=64, max_tokens=2048, block_size=16)
-STEP_S, TOKEN_S = 0.004, 0.001  # of the machine in these tests
+STEP_S, TOKEN_S = 0.004, 0.001  # costs of the machine in these tests
 
 
 def decoding(id: int = 1) -> Seq:
@@ -41,7 +41,7 @@ def seconds_of(plan: Plan) -> float:
 
 
 def taught(max_gap_s: float | None, step_timeout_s: float = 300.0) -> Pace:
-    """It knows the machine."""
+    """A Pace that has learned the machine's costs."""
     pace, draw = Pace(max_gap_s, step_timeout_s), random.Random(0)
     for _ in range(200):
         steps = [SeqStep(decoding(), 2, 1, 0)] * draw.choice([1, 8])
@@ -87,7 +87,7 @@ def test_by_default_the_gap_is_three_steps_that_decode_what_decodes_now(num_deco
 def test_those_who_wait_to_stream_count_towards_the_gap_as_far_as_the_batch_takes_them(
     num_waiting, max_len, num_tokens
 ):
-    """A burst of prompts is let in before the first of its streams has ended; what is pooled never streams."""
+    """A burst of prompts is admitted before the first of its streams ends; pooled prompts never stream."""
     waiting = [prompt(40, max_len=max_len) for _ in range(num_waiting)]
     assert budget(taught(None), decoding(), *waiting, prompt()) == num_tokens
 
@@ -109,7 +109,7 @@ def test_prompts_that_all_fit_leave_the_budget_to_whoever_comes_with_them():
 
 
 def test_those_in_prefill_come_before_those_that_wait():
-    """Deep in a prompt a token attends to more, so fewer fit."""
+    """Late in a long prompt each token attends to more keys, so fewer tokens fit."""
     pace = Pace(0.1)
     for start, count in [(0, 1), (0, 100), (3000, 100), (1000, 50), (0, 8)] * 20:
         plan = Plan((SeqStep(prompt(num_computed=start), start, count, 1),))
@@ -154,7 +154,7 @@ def test_a_gap_is_of_a_time_that_can_be():
             EngineConfig(backend="fake", max_gap_s=wrong)
 
 
-# -- nobody starves
+# -- no starvation
 
 
 MEASURED = st.lists(st.sampled_from([0.0, 1e-6, 0.001, 0.1, 5.0, 1e4]), max_size=40)
@@ -179,17 +179,17 @@ def test_a_prompt_is_computed_in_so_many_steps_whatever_they_took(measured, max_
         step()
     late = Seq(999, list(range(length)), length)
     seqs.append(late)
-    room = min(LEAST_TOKENS, limits.max_tokens - num_streams)  # decodes have their token first
+    room = min(LEAST_TOKENS, limits.max_tokens - num_streams)  # decodes get their tokens first
     for _ in range(-(-length // room)):
         step()
     assert late.num_computed >= length
 
 
-# -- the answer does not depend on it
+# -- answers do not depend on the gap
 
 
 def run_mixed(adapter: str, took: Callable[[Batch], float] | None = None, **fields: object) -> dict[str, object]:
-    """What a client learns of each of MIXED, and of two requests of an adapter."""
+    """What a client receives for each of MIXED, and for two requests of an adapter."""
     engine, executor = mortal_engine(**fields)
     executor.took = took
     id = engine.adapters.load(adapter).id
@@ -210,7 +210,9 @@ def undisturbed(adapter: str) -> dict[str, dict[str, object]]:
 @settings(max_examples=30)
 @given(st.sampled_from(sorted(ENGINES)), MEASURED, st.sampled_from([None, 0.0, 1e-6, 0.05, 3.0]), st.booleans())
 def test_answers_do_not_depend_on_the_gap(adapter, undisturbed, name, measured, max_gap_s, has_tier):
-    """Swapped, recomputed, guessed ahead, by policies, from the cache or an outer tier, pooled, scored, adapted."""
+    """Requests are swapped, recomputed, drafted, ordered by policies, served from the cache or an outer tier, pooled,
+    scored, or run with an adapter.
+    """
     fields, times = dict(ENGINES[name]), chain(measured, repeat(0.01))
     if has_tier and fields.get("enable_prefix_cache", True):
         fields["stored"] = {}

@@ -23,7 +23,7 @@ def make_seq(id: int, length: int, first: int = 0, **fields: object) -> Seq:
 
 
 def run_step(seqs: list[Seq], pool: BlockPool, limits: Limits) -> Plan:
-    """Plan, apply and commit one step; every sampled token is 7."""
+    """Plans, applies and commits one step in which every sampled token is 7."""
     plan = plan_step(seqs, pool, limits)
     apply_step(plan, pool)
     commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK)
@@ -32,7 +32,7 @@ def run_step(seqs: list[Seq], pool: BlockPool, limits: Limits) -> Plan:
 
 
 def sampling_ids(plan: Plan) -> list[int]:
-    """Sequences whose step reaches their last known token."""
+    """Ids of sequences whose step reaches their last known token."""
     return [s.seq.id for s in plan.steps if s.start + s.num_tokens - len(s.draft) == len(s.seq.token_ids)]
 
 
@@ -60,7 +60,7 @@ def test_what_no_step_reads_any_more_is_free_for_others_and_found_while_nobody_t
 
 
 def test_who_is_preempted_makes_room_by_what_is_still_its_own():
-    """What it gave back behind its window is others' by now."""
+    """Blocks that it gave back behind its window belong to others by now: preempting it frees only the rest."""
     long, others = make_seq(3, 15, first=100), [make_seq(i, 4, first=20 * i) for i in range(3)]
     seqs, pool, limits = [*others, long], BlockPool(5), Limits(4, 100, BLOCK)
     for present in ([long], seqs):
@@ -87,7 +87,7 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget():
 
 
 def test_a_prompt_that_is_computed_whole_waits_for_a_step_with_room_for_all_of_it():
-    """Or has one of its own, when it is longer than any. What it leaves serves nobody else."""
+    """A prompt longer than any step gets a step of its own. Its blocks are not cached for others."""
     lengths = (5, 4, 2, 11, 3)
     seqs = [make_seq(i, length, 20 * i, is_whole=True, may_reuse=False) for i, length in enumerate(lengths)]
     pool, limits, plans = BlockPool(8), Limits(4, 8, BLOCK), []
@@ -153,7 +153,7 @@ def test_cached_blocks_that_nobody_holds_count_as_taken_when_they_are_reused():
 
 def test_cached_blocks_are_not_given_to_another_that_is_admitted_in_the_same_step():
     pool, limits = BlockPool(4), Limits(4, 100, BLOCK)
-    for seq in (make_seq(0, 8), make_seq(1, 8, first=50)):  # those of the first would be given away first
+    for seq in (make_seq(0, 8), make_seq(1, 8, first=50)):  # the first one's blocks would be evicted first
         run_step([seq], pool, limits)
         release_seq(seq, pool, Status.FINISHED)
     other, again = make_seq(2, 4, first=90), make_seq(3, 9)
@@ -182,7 +182,7 @@ def test_the_youngest_preempts_itself_when_no_block_is_left():
     run_step(seqs, pool, limits)
     seqs[0].token_ids.pop()
     seqs[0].token_ids.pop()
-    seqs[0].num_computed = 2  # the older one fits its block, so only the younger lacks one
+    seqs[0].num_computed = 2  # the older one's next token fits its last block, so only the younger needs a block
     plan = plan_step(seqs, pool, limits)
     assert [seq.id for seq in plan.preempted] == [1]
     assert counts(plan) == {0: 1}
@@ -194,7 +194,7 @@ def test_the_oldest_waits_rather_than_preempt_itself():
     assert blocks is not None
     pool.retain(blocks)
     seqs = [make_seq(id, 9, status=Status.RUNNING, num_computed=8, block_table=list(blocks)) for id in range(2)]
-    plan = plan_step(seqs, pool, Limits(4, 100, BLOCK))  # they share every block, so preempting one frees none
+    plan = plan_step(seqs, pool, Limits(4, 100, BLOCK))  # they share every block, so preempting one of them frees none
     assert [seq.id for seq in plan.preempted] == [1]
     assert plan.steps == ()
 
@@ -220,7 +220,7 @@ def test_a_preempted_sequence_resumes_with_its_answer_as_part_of_the_prompt():
     plan = run_step([seq], pool, limits)
     assert plan.steps[0].start == 8  # two full blocks were still cached
     assert len(seq.token_ids) == 10
-    assert seq.num_cached == 0  # what counts as cached for the caller was decided at first admission
+    assert seq.num_cached == 0  # num_cached was set at the first admission, as the caller sees it
 
 
 def test_a_sequence_that_ended_while_its_step_ran_stays_as_it_is():
@@ -242,12 +242,12 @@ def test_limits_refuse_a_budget_that_cannot_hold_the_batch(max_batch, max_tokens
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, guesses, steps and aborts over a pool that is far too small."""
+    """Random arrivals, drafts, steps and aborts over a pool that is far too small."""
 
     LIMITS = Limits(max_batch=3, max_tokens=7, block_size=BLOCK, max_draft_tokens=5)
     NUM_BLOCKS = 8
     MAX_LENGTH = NUM_BLOCKS * BLOCK
-    REACH = 0  # of RankInfo
+    REACH = 0  # RankInfo's reach, in tokens
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.under_way)
     @rule(token=st.integers(0, 3), num_right=st.integers(0, 5), is_late=st.booleans())
     def end(self, token: int, num_right: int, is_late: bool) -> None:
-        """`is_late`: the first that was to get a token gets none."""
+        """Ends the oldest step. `is_late`: the first sequence that was to get a token gets none."""
         plan = self.under_way.pop(0)
         drafts = {step.seq.id: step.draft for step in plan.steps}
         sampled = {id: [*drafts[id][:num_right], token] for id in sampling_ids(plan)[is_late:]}
@@ -327,7 +327,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert step.seq not in running or step.start == step.seq.num_computed + step.seq.num_computing
 
     def judge_guesses(self, plan: Plan) -> None:
-        """They are a beginning of what was guessed, and nobody computes or waits otherwise because of them."""
+        """Checks that drafts are prefixes of those proposed, and that all else is planned as without drafts."""
         assert sum(len(step.draft) for step in plan.steps) <= self.LIMITS.max_draft_tokens
         assert all(list(step.draft) == step.seq.draft[: len(step.draft)] for step in plan.steps)
         assert all(step.start + 1 == len(step.seq.token_ids) for step in plan.steps if step.draft), "a prefill guesses"
@@ -347,7 +347,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class WindowedMachine(SchedulerMachine):
-    """The same where each token sees so many, and what has left the window is given back."""
+    """The same for models in which a token sees only a window: blocks behind it are given back."""
 
     REACH = 6
 

@@ -48,7 +48,7 @@ def test_drafts_shrink_when_they_are_wrong_and_grow_when_they_are_right():
     for num_accepted in (0, 1, 3, 0):
         lengths.append(len(lookup.propose(tokens, 100)))
         lookup.learn(lengths[-1], num_accepted)
-    lookup.learn(0, 0)  # no draft, nothing learned
+    lookup.learn(0, 0)  # no draft, so nothing is learned
     assert [*lengths, len(lookup.propose(tokens, 100))] == [8, 1, 3, 7, 1]
 
 
@@ -77,7 +77,7 @@ def test_a_guess_is_what_a_plain_search_finds_however_the_tokens_came(tokens, cu
 
 
 def decoding(pool: BlockPool, drafts: list[list[int]], length: int = 4) -> list[Seq]:
-    """Sequences with one token to compute, and guesses. The first has `length` tokens computed, the others 4."""
+    """Sequences with one token to compute, and drafts. The first has `length` tokens computed, the others 4."""
     seqs = [make_seq(i, 4 if i else length, first=20 * i) for i in range(len(drafts))]
     run_step(seqs, pool, LIMITS)
     for seq, draft in zip(seqs, drafts, strict=True):
@@ -109,9 +109,7 @@ def test_only_blocks_without_a_wrong_guess_are_found_by_others():
     (seq,) = decoding(pool, [[1, 2, 3]])
     plan = plan_step([seq], pool, LIMITS)
     apply_step(plan, pool)
-    commit_step(
-        plan, {0: [1, 2, 9]}, pool, BLOCK
-    )  # the second block is written to its end, but the last token is wrong
+    commit_step(plan, {0: [1, 2, 9]}, pool, BLOCK)  # the second block is full, but its last token is wrong
     assert pool.num_cached == 1
     run_step([seq], pool, LIMITS)
     assert pool.num_cached == 2
@@ -130,7 +128,7 @@ def test_guesses_share_what_is_allowed_and_get_what_the_others_leave():
 def test_guesses_take_no_block_that_somebody_needs():
     pool = BlockPool(4)
     seqs = decoding(pool, [[1] * 4, [1] * 8], length=3)
-    plan = plan_step(seqs, pool, LIMITS)  # two blocks are free, the second sequence needs one for its own token
+    plan = plan_step(seqs, pool, LIMITS)  # two blocks are free; the second sequence needs one for its own token
     assert counts(plan) == {0: 1 + 4, 1: 1 + 3}
     assert plan.preempted == ()
 
@@ -150,13 +148,13 @@ def test_a_prefill_in_chunks_does_not_guess():
     assert counts(plan_step([seq], pool, limits)) == {0: 4}
 
 
-# -- that no guess changes an answer
+# -- no guess changes an answer
 
 
 class HalfRightLookup(PromptLookup):
-    """Guesses what the fake model will say, wrong at every place where a checksum of the text so far says so."""
+    """Guesses the fake model's next tokens, with a wrong one wherever a checksum of the text so far says so."""
 
-    every = 5  # about one guess in so many is wrong
+    every = 5  # about one guess in this many is wrong
 
     def propose(self, token_ids, max_draft):
         context, draft = list(token_ids), []
@@ -233,7 +231,7 @@ def test_too_few_blocks_chunks_swaps_and_cached_prefixes_change_no_answer(
 
 
 class GuessingMachine(EngineMachine):
-    """The same arrivals, steps and aborts, with guesses."""
+    """The same arrivals, steps and aborts, with speculation."""
 
     FIELDS: ClassVar = {"num_speculative_tokens": 4, "prompt_lookup_min": 1}
 

@@ -86,7 +86,7 @@ def test_a_suspect_that_finds_no_room_gets_that_of_the_last_one_and_never_its_ow
 
 
 def has(token: int) -> Callable[[Batch], list[int]]:
-    """Whether a batch computes a sequence whose prompt begins with `token`."""
+    """A function of a batch: the positions that it computes up to, of sequences whose prompt begins with `token`."""
     known: dict[int, bool] = {}
 
     def find(batch: Batch) -> list[int]:
@@ -137,7 +137,7 @@ def test_two_that_kill_in_company_are_through_after_a_few_crashes():
 
 
 def test_a_suspect_that_a_rank_survives_often_enough_is_forgiven():
-    """Every crash comes when the request has proved itself again."""
+    """Each crash comes after the request has been cleared again."""
     engine, executor = mortal_engine()
     request = Request("a", prompt(4), replace(GREEDY, max_tokens=50))
     engine.add(request)
@@ -155,8 +155,9 @@ def test_a_suspect_that_a_rank_survives_often_enough_is_forgiven():
 
 
 class CrashMachine(RuleBasedStateMachine):
-    """Random arrivals, halves of steps, aborts, crashes and poison, over too few blocks: every answer is a beginning of
-    the true one, each ends once, an end by suspicion had two crashes and was alone at the second."""
+    """Random arrivals, halves of steps, aborts, crashes and poisonous requests, over too few blocks: every answer is a
+    prefix of the true one and each ends once. A request ended by suspicion had two crashes, alone at the second.
+    """
 
     POISON = 250
 
@@ -247,7 +248,7 @@ class CrashMachine(RuleBasedStateMachine):
         if self.in_step:
             self.finish()
         self.executor.restart()
-        self.hear(self.engine.suspend() + self.engine.resume({}))  # as if it had died once more
+        self.hear(self.engine.suspend() + self.engine.resume({}))  # as after one more crash
         for _ in range(3000):
             if not self.engine.has_work:
                 break

@@ -43,7 +43,7 @@ def test_the_host_pool_gives_each_block_to_one_holder(counts):
 
 
 def crowded() -> tuple[list[Seq], BlockPool, Limits]:
-    """Three sequences of which the last must give way in the next step."""
+    """Three sequences, of which the last must be preempted in the next step."""
     pool, limits = BlockPool(4, num_host_blocks=4), Limits(4, 100, BLOCK)
     seqs = [make_seq(0, 4), make_seq(1, 4, first=20), make_seq(2, 4, first=40)]
     run_step(seqs, pool, limits)
@@ -62,7 +62,7 @@ def test_a_swapped_sequence_comes_back_where_it_was():
     check(seqs, pool, BLOCK)
     for seq in seqs[:2]:
         release_seq(seq, pool, Status.FINISHED)
-    pool.allocate(2)  # evicts what the prefix cache knew of it
+    pool.allocate(2)  # evicts its blocks from the prefix cache
     plan = plan_step(seqs[2:], pool, limits)
     assert [(step.start, step.num_tokens) for step in plan.steps] == [(4, 1)]
     (work,) = apply_step(plan, pool)
@@ -76,7 +76,7 @@ def test_what_the_prefix_cache_still_has_is_not_copied_back():
     run_step(seqs, pool, limits)
     plan = plan_step(seqs, pool, limits)
     copies = swap_out(plan, pool)
-    apply_step(plan, pool)  # takes the second block of the preempted one, its first stays cached
+    apply_step(plan, pool)  # takes the preempted one's second block; its first stays cached
     for seq in seqs[:2]:
         release_seq(seq, pool, Status.FINISHED)
     (work,) = apply_step(plan_step(seqs[2:], pool, limits), pool)
@@ -130,7 +130,7 @@ def test_nobody_is_swapped_where_computing_again_is_cheaper_or_the_host_is_full(
 
 
 def test_who_has_given_blocks_behind_its_window_to_others_is_computed_again():
-    """What lies there now is not its own, and would come back under its name."""
+    """Its blocks now hold other sequences' bytes, which a swap would restore as its own."""
     pool, limits = BlockPool(6, num_host_blocks=6), Limits(4, 100, BLOCK)
     seqs = [make_seq(0, 7), make_seq(1, 15, first=20)]
     plan = plan_step(seqs, pool, limits)

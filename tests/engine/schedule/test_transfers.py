@@ -15,7 +15,7 @@ LIMITS = Limits(4, 100, BLOCK)
 
 
 def begin(seqs: list[Seq], pool: BlockPool, transfers: Transfers, now_s: float = 0.0, limits: Limits = LIMITS) -> Plan:
-    """Plan and apply a step whose waiting sequences ask the tier."""
+    """Plans and applies a step in which waiting sequences ask the tier."""
     plan = plan_step(seqs, pool, limits, Circumstances(asks_tier=True))
     apply_step(plan, pool)
     transfers.load(plan.loads, now_s)
@@ -28,7 +28,7 @@ def end(seqs: list[Seq], plan: Plan, pool: BlockPool, transfers: Transfers) -> N
 
 
 def loads_of(plan: Plan) -> dict[int, int]:
-    """Blocks to load, by sequence."""
+    """Number of blocks to load, by sequence."""
     return {load.seq.id: len(load.keys) for load in plan.loads}
 
 
@@ -90,7 +90,7 @@ def test_blocks_of_loads_are_not_promised_twice():
     pool = BlockPool(4)
     transfers = Transfers(pool, 1.0)
     seqs = [make_seq(0, 12), make_seq(1, 12, first=50)]
-    assert loads_of(begin(seqs, pool, transfers)) == {0: 2}  # two of four go there, three more are too many
+    assert loads_of(begin(seqs, pool, transfers)) == {0: 2}  # two of the four blocks are taken, three more do not fit
     check(seqs, pool, BLOCK, transfers.held())
 
 
@@ -150,7 +150,7 @@ def test_new_blocks_are_saved_once_and_held_until_the_report():
     plan = plan_step(seqs, pool, LIMITS)
     apply_step(plan, pool)
     end(seqs, plan, pool, transfers)
-    (save,) = transfers.take_new()[1]  # the second sequence computed the same blocks
+    (save,) = transfers.take_new()[1]  # only one save: the second sequence computed the same blocks
     assert (save.keys, save.blocks) == (seqs[0].hashes, seqs[0].block_table[:2])
     for seq in seqs:
         release_seq(seq, pool, Status.FINISHED)
@@ -189,4 +189,4 @@ def test_a_transfer_of_several_ranks_ends_with_the_last_and_as_far_as_all_came()
     assert moves.merge([[Moved(1, 4), Moved(2, 3)], [Moved(2, 1)]]) == [Moved(2, 1)]
     assert moves.merge([[], []]) == []
     assert moves.merge([[], [Moved(1, 5)]]) == [Moved(1, 4)]
-    assert moves.merge([[Moved(2, 2)], [Moved(2, 2)]]) == [Moved(2, 2)]  # its number may be used again
+    assert moves.merge([[Moved(2, 2)], [Moved(2, 2)]]) == [Moved(2, 2)]  # the number may be used again

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kvloom.engine.text.detok import Detokenizer, text_bytes
 from kvloom.rank.fake import EOS_ID, ByteTokenizer
 
-ENDINGS = [b"\x80", b"\xbf", b"\x80\x80", b"\xbf\x80", b"\x80\x80\x80", b"\xbf\x80\x80"]  # of some character
+ENDINGS = [b"\x80", b"\xbf", b"\x80\x80", b"\xbf\x80", b"\x80\x80\x80", b"\xbf\x80\x80"]  # ends of some characters
 
 
 def test_a_character_comes_out_when_its_last_byte_has_come():

@@ -1,4 +1,4 @@
-"""Texts to tokens: pieces are the whole, bounds hold, and special tokens of users are text."""
+"""Texts to tokens: pieces give the tokens of the whole, bounds hold, and special tokens in users' texts stay text."""
 
 import functools
 import unicodedata
@@ -22,7 +22,7 @@ SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>", "</s>")
 
 @functools.cache
 def trained(name: str) -> FastTokenizer:
-    """A small tokenizer whose text is split as a known model's is."""
+    """A small tokenizer that splits texts as a known model's does."""
     fast = FastTokenizer(BPE(byte_fallback=name == "sentencepiece"))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if name == "sentencepiece":
@@ -119,7 +119,7 @@ def test_a_tokenizer_that_may_shrink_a_text_without_end_promises_nothing(normali
 
 def test_nfc_shrinks_no_text_more_than_is_reckoned_with():
     points = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
-    longest: dict[str, int] = {}  # bytes of the longest character that decomposes to this one
+    longest: dict[str, int] = {}  # by character: bytes of the longest one that decomposes to it
     for char in points:
         plain = unicodedata.normalize("NFD", char)
         if len(plain) == 1:
@@ -158,7 +158,7 @@ def test_special_tokens_of_users_are_text(name: str, parts: list[str], second: s
     special = [fast.token_to_id(token) for token in SPECIAL]
     assert [i for i in ids if i in special] == [special[0], special[1], special[0]]
     cuts = [at for at, i in enumerate(ids) if i in special]
-    if name not in ("sentencepiece", "metaspace"):  # whose spaces decode in other ways
+    if name not in ("sentencepiece", "metaspace"):  # these decode spaces differently
         middle = fast.decode(ids[cuts[0] + 1 : cuts[1]], skip_special_tokens=False)
         wanted = f"user\n{text}"
         assert middle == (unicodedata.normalize("NFC", wanted) if fast.normalizer else wanted)

@@ -1,4 +1,4 @@
-"""Marks go through chat templates unseen."""
+"""Marks do not change what chat templates render."""
 
 from functools import cache
 from typing import Any

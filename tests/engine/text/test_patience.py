@@ -18,7 +18,7 @@ DIGITS = regex_grammar("[0-9]{12}", "r")
 
 
 class Late:
-    """A guide that is not ready when it is asked the first `num_late` times for each token."""
+    """A guide that is not ready for the first `num_late` times that it is asked before each token."""
 
     def __init__(self, guide: Guide, num_late: int) -> None:
         self._guide, self._num_late, self._num_left = guide, num_late, num_late
@@ -68,7 +68,7 @@ def guided(name: str = "guided", length: int = 9, **fields: object) -> Request:
 
 @pytest.mark.parametrize(("run_ahead", "num_guided"), [(False, 3), (True, 1)])
 def test_others_get_a_token_a_step_while_a_mask_is_late(run_ahead, num_guided):
-    """What is planned behind a token that does not come is void, so that a late one costs two steps."""
+    """A step planned behind a token that does not come is void, so with run-ahead a late mask costs two steps."""
     engine = engine_with(5, run_ahead=run_ahead)
     engine.add(Request("stream", (1, 2, 3), SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)))
     engine.step()

@@ -1,4 +1,4 @@
-"""Reasoning in the engine: free until its end, which comes in time; what follows is of its grammar."""
+"""Reasoning in the engine: free until its end, which comes within the budget; the answer follows the grammar."""
 
 import re
 
@@ -20,7 +20,7 @@ DIGITS = regex_grammar("[0-9]{5}", "r")
 
 
 def run(speculation: int = 0, **params: object) -> tuple[str, int, FinishReason | None]:
-    """Text, number of tokens, finish."""
+    """The answer's text, number of tokens and finish reason."""
     engine = fake_engine(max_seq_len=512, num_blocks=256, num_speculative_tokens=speculation)
     sampling = SamplingParams(reasoning_end=END, **params)
     deltas = run_all(engine, Request("r", PROMPT, sampling))["r"]
@@ -91,7 +91,7 @@ def test_a_token_may_not_go_on_behind_the_mark_before_a_grammar():
 
 @given(st.lists(st.sampled_from([*b"ab</think>"]), max_size=40), st.integers(0, 20))
 def test_the_mark_comes_once_and_in_time(wanted: list[int], budget: int):
-    """A model that would write `wanted`, and goes on with x."""
+    """The model would write `wanted`, and then x without end."""
     thinking = guide(budget=budget)
     text = b""
     for byte in [*wanted, *b"x" * 40]:

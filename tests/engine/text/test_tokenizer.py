@@ -43,7 +43,7 @@ def smollm2(smollm2_path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def theirs(smollm2_path) -> dict[str, list[int]]:
-    """transformers' ids of each text. It takes seconds to read the file, and is asked once."""
+    """The ids that transformers gives each text. The results are kept, because it takes seconds to read the file."""
 
     def ask(path: Path) -> None:
         automatic = import_module("transformers").AutoTokenizer
