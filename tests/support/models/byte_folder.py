@@ -1,6 +1,4 @@
-"""A Hugging Face folder with a byte-level tokenizer: token i is byte i, the last is <eos>. Other modules add
-weights.
-"""
+"""A Hugging Face folder with a byte-level tokenizer: token i is byte i, the last is <eos>. Others add the weights."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ TEMPLATE = (
 
 
 def make_byte_folder(folder: Path, specials: Sequence[str] = ("<eos>",), **config: Any) -> Path:
-    """`config`: fields of config.json besides the end token's id. An empty file stands for the weights."""
+    """Writes the folder, with an empty file for the weights. `config`: fields of config.json besides eos_token_id."""
     eos_id = 255 + len(specials)
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = iter(range(256, 512))

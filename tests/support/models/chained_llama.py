@@ -1,7 +1,7 @@
-"""A Llama with constructed weights over the mock model's tokens: the likeliest token is the next letter of a chain,
-after the last letter the end token.
+"""A Llama with constructed weights over the mock model's tokens: the likeliest token is the next letter of a chain, and
+the end token after its last letter.
 
-So greedy answers end; sampled answers are letters with some punctuation; values of a grammar end, too; and every token
+So greedy answers end; sampled answers are letters with some punctuation; values of a grammar end too; and every token
 depends slightly on all tokens before it.
 """
 
@@ -23,7 +23,7 @@ MAX_LEN = 8192
 _HIDDEN, _HEADS, _LAYERS = 512, 8, 2
 _ONE = VOCAB_SIZE  # the dimension that is 1 for every token; those before it encode the token
 _NEVER, _CHAINED = -20.0, 2.0  # logits; those of letters are about 0
-_SMALL, _NOISE = 0.05, 0.03  # of the layers' output and of its weight: earlier tokens change logits by 0.2
+_SMALL, _NOISE = 0.05, 0.03  # factors of the layers' output and of its weight: earlier tokens change logits by 0.2
 _LIKELY = {
     **dict.fromkeys(map(ord, ",.:[]"), -1.0),
     **dict.fromkeys(map(ord, "<{"), 0.0),
@@ -35,7 +35,7 @@ _LIKELY = {
 
 
 def chained_answer(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """The model's greedy answer."""
+    """The greedy answer to a prompt: its first `num_tokens` tokens."""
     answer = [prompt_ids[-1]]
     for _ in range(num_tokens):
         at = CHAIN.index(answer[-1]) if answer[-1] in CHAIN else None
@@ -44,7 +44,7 @@ def chained_answer(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def make_chained_llama(folder: Path) -> None:
-    """A Hugging Face folder, float32."""
+    """Writes the model to a Hugging Face folder in float32."""
     config = transformers.LlamaConfig(
         vocab_size=VOCAB_SIZE, hidden_size=_HIDDEN, intermediate_size=_HIDDEN, num_hidden_layers=_LAYERS,
         num_attention_heads=_HEADS, num_key_value_heads=_HEADS, max_position_embeddings=MAX_LEN, eos_token_id=EOS_ID,
@@ -56,7 +56,7 @@ def make_chained_llama(folder: Path) -> None:
         embeddings = model.model.embed_tokens.weight.zero_()
         embeddings[:, :VOCAB_SIZE] = torch.eye(VOCAB_SIZE)
         embeddings[:, _ONE] = 1
-        for layer in model.model.layers:  # they write to the other dimensions only
+        for layer in model.model.layers:  # they write only to the other dimensions
             for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 linear.weight.normal_(std=_SMALL * _HIDDEN**-0.5)[: _ONE + 1] = 0
         logits = torch.full((VOCAB_SIZE,), _NEVER)
@@ -69,7 +69,7 @@ def make_chained_llama(folder: Path) -> None:
         head[:, _ONE] = logits
         head[:, :VOCAB_SIZE] = 0
         head[chained, torch.arange(VOCAB_SIZE)] += _CHAINED - logits[chained]
-        head[:, : _ONE + 1] /= (_HIDDEN / 2) ** 0.5  # the value of the two ones of an embedding after the last norm
+        head[:, : _ONE + 1] /= (_HIDDEN / 2) ** 0.5  # what the norm makes of the two ones of an embedding
     model.save_pretrained(folder)
     made = json.loads((folder / "config.json").read_bytes())
     weights = (folder / "model.safetensors").rename(folder / "kept")

@@ -26,7 +26,7 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "origina
 
 
 def longrope(trained_len: int) -> dict[str, Any]:
-    """Rope scaling for rotated parts of 8 dimensions."""
+    """A rope scaling of kind longrope, for heads of which 8 dimensions are rotated."""
     return {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -155,12 +155,12 @@ def tiny_model(name: str, **fields: Any) -> transformers.PreTrainedModel:
     config = getattr(transformers, f"{family}Config")(**{**BASE, **own, **fields})
     torch.manual_seed(0)
     model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
-    model.set_attn_implementation("eager")  # the other configurations leave softcaps out
+    model.set_attn_implementation("eager")  # other attention implementations ignore soft caps
     for key, parameter in model.named_parameters():
         if key.endswith(("bias", "sinks")):
             torch.nn.init.normal_(parameter)
         elif ".experts." in key or ".router." in key or "mlp.gate.weight" in key:
-            torch.nn.init.normal_(parameter, std=BASE["initializer_range"])  # transformers leaves some at zero
+            torch.nn.init.normal_(parameter, std=BASE["initializer_range"])  # transformers initialises some to zero
         elif key.endswith("norm.weight"):
             parameter.data += 0.2 * torch.randn_like(parameter)
     return model
@@ -185,7 +185,7 @@ def run_step(
 
 
 def generate(backend: Backend, prompt: Sequence[int], num_tokens: int, table: Sequence[int]) -> list[int]:
-    """Greedy tokens, the prompt in one piece and then one token a step."""
+    """The first `num_tokens` greedy tokens. The prompt is computed in one step, then one token per step."""
     tokens = [int(run_step(backend, [prompt], [table])[-1].argmax())]
     for pos in range(len(prompt), len(prompt) + num_tokens - 1):
         tokens.append(int(run_step(backend, [tokens[-1:]], [table], [pos])[-1].argmax()))

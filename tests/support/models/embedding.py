@@ -18,7 +18,7 @@ GEMMA: dict[str, Any] = {
     "num_hidden_layers": 3,
     "head_dim": 32,
     "query_pre_attn_scalar": 32,
-    "sliding_window": 12,  # tokens attend to tokens at most 6 away
+    "sliding_window": 12,  # each token attends to tokens at most 6 away
     "layer_types": [LOCAL, FULL, LOCAL],
     "use_bidirectional_attention": True,
 }
@@ -63,7 +63,7 @@ def save_modules(folder: Path, dense: Sequence[torch.nn.Linear] = (), pooling: s
 
 
 def pooled(states: torch.Tensor, pooling: str, dense: Sequence[torch.nn.Linear] = ()) -> torch.Tensor:
-    """states [T, hidden] -> a vector, before its length is made 1."""
+    """The embedding of states [T, hidden], before normalisation to length 1."""
     vector = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[pooling]
     for layer in dense:
         vector = F.linear(vector, layer.weight, layer.bias)

@@ -1,4 +1,4 @@
-"""Small models that take seconds to make are kept; the libraries that make them are not even loaded then."""
+"""Small models that take seconds to make are made once and kept. Libraries that make them are imported only then."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -9,7 +9,7 @@ from tests.support.kept import kept
 
 
 def tiny_gguf(demo: Path) -> Path:
-    """What tiny_gguf.py makes of the demo model's file."""
+    """The tiny model that tiny_gguf.py makes from the demo model's file."""
 
     def make(path: Path) -> None:
         import_module("tests.support.models.tiny_gguf").make_tiny_gguf(demo, path)
@@ -18,7 +18,7 @@ def tiny_gguf(demo: Path) -> Path:
 
 
 def pipeline(kind: str) -> Path:
-    """The folder of one of KINDS in pipelines.py."""
+    """The folder of a pipeline; `kind` is a key of KINDS in pipelines.py."""
 
     def make(folder: Path) -> None:
         import_module("tests.support.models.pipelines").KINDS[kind](folder)
@@ -27,6 +27,6 @@ def pipeline(kind: str) -> Path:
 
 
 def _kept(source: str, libraries: tuple[str, ...], of: str, name: str, make: Callable[[Path], None]) -> Path:
-    """`source`: the file beside this one that says how."""
+    """Makes a model once per version of its libraries and of `source`, the file beside this one with the code for it."""
     versions = [version(library).encode() for library in libraries]
     return kept([Path(__file__).with_name(source).read_bytes(), of.encode(), *versions], name, make)

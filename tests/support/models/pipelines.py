@@ -1,4 +1,4 @@
-"""Random text-to-image pipelines of a few hundred kilobytes, made by diffusers, which must be there."""
+"""Random text-to-image pipelines of a few hundred kilobytes, made with diffusers."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ _HIDDEN = 32
 
 
 def stable_diffusion(folder: Path) -> Path:
-    """Of the first generation; pictures of 64 x 64."""
+    """A Stable Diffusion pipeline of the first generation; it makes images of 64 x 64 pixels."""
     pipe = StableDiffusionPipeline(
         vae=_vae(4), text_encoder=CLIPTextModel(_clip()), tokenizer=_clip_tokenizer(folder), unet=_unet(_HIDDEN),
         scheduler=_ddim(),
@@ -95,7 +95,7 @@ def _saved(pipe: Any, folder: Path) -> Path:
 
 
 def _vae(channels: int, **more: Any) -> AutoencoderKL:
-    """Halves a side."""
+    """A VAE that halves each side."""
     torch.manual_seed(0)
     return AutoencoderKL(
         block_out_channels=(8, 8), norm_num_groups=4, latent_channels=channels, sample_size=64,
@@ -126,7 +126,7 @@ def _clip() -> CLIPTextConfig:
 
 
 def _clip_tokenizer(folder: Path) -> CLIPTokenizer:
-    """A letter is a token, and another one where it ends a word."""
+    """A tokenizer with two tokens per letter: one inside a word, one at its end."""
     pieces = [*_LETTERS, *(f"{letter}</w>" for letter in _LETTERS), "<|startoftext|>", "<|endoftext|>"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate(pieces)}))

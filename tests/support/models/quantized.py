@@ -1,6 +1,6 @@
-"""Writers of quantised folders, each from its format's definition; and the weights that they stand for.
+"""Writers of quantised folders, each written from its format's definition, and the weights that the folders stand for.
 
-They are written with Python's whole numbers, one word at a time, and share nothing with the readers.
+They use Python integers, one word at a time, and share no code with the readers.
 """
 
 import json
@@ -20,16 +20,16 @@ Writer = Callable[[str, tuple[int, int], torch.Generator], tuple[Tensors, torch.
 
 @dataclass(frozen=True)
 class Format:
-    """`write` gives the tensors of a matrix and the matrix itself; `config` is the folder's quantization_config."""
+    """`write` returns a matrix's tensors and the matrix that they mean; `config` the folder's quantization_config."""
 
     config: Mapping[str, Any]
     write: Writer
     form: str = ""
-    left: Sequence[str] = field(default=("lm_head", "embed_tokens"))  # ends of modules that stay as they are
+    left: Sequence[str] = field(default=("lm_head", "embed_tokens"))  # ends of names of modules not quantised
 
 
 def words(rows: Sequence[Sequence[int]], bits: int) -> torch.Tensor:
-    """int32 [rows, numbers / per]: numbers of a row, the first in the lowest bits."""
+    """Packs rows of numbers into int32 [rows, numbers / per], per = 32 / bits; the first is in the lowest bits."""
     per, mask = 32 // bits, (1 << bits) - 1
 
     def word(numbers: Sequence[int]) -> int:
@@ -40,7 +40,7 @@ def words(rows: Sequence[Sequence[int]], bits: int) -> torch.Tensor:
 
 
 def drawn(shape: tuple[int, int], groups: int, bits: int, dice: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """Numbers [out, in], zeros and scales [out, groups] of random weights."""
+    """Random quantised weights: numbers [out, in], zeros and scales [out, groups]."""
     rows, cols = shape
     numbers = torch.randint(0, 1 << bits, shape, generator=dice)
     middle = 1 << (bits - 1)
@@ -70,7 +70,7 @@ def awq(group: int) -> Writer:
 
 
 def gptq(bits: int, group: int | None, order: Sequence[int] | None = None, missing: int = 1) -> Writer:
-    """`order`: the group of each column; `missing`: what stored zeros lack."""
+    """A writer of GPTQ. `order`: the group of each column; `missing`: subtracted from the zeros that are stored."""
 
     def write(base: str, shape: tuple[int, int], dice: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         run = group or shape[1]
@@ -143,7 +143,7 @@ def group_config(form: str, **weights: Any) -> dict[str, Any]:
 
 
 def per_token(config: dict[str, Any], **activations: Any) -> dict[str, Any]:
-    """The same with activations in 8 bits, one scale a token, made as they come; fields that are None are left out."""
+    """`config` with 8-bit activations, one dynamic scale per token. `activations`: other fields; None removes one."""
     own = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True, **activations}
     own = {name: value for name, value in own.items() if value is not None}
     (group,) = config["config_groups"].values()
@@ -151,9 +151,9 @@ def per_token(config: dict[str, Any], **activations: Any) -> dict[str, Any]:
 
 
 def write_folder(model: Any, folder: Path, of: Format) -> Path:
-    """The model as such a folder; its weights become what the folder's stand for."""
+    """Writes `model` as a folder in format `of`, and sets its weights to the values that the folder means."""
     dice = torch.Generator().manual_seed(1)
-    model.save_pretrained(folder)  # in one file, each expert in tensors of its own
+    model.save_pretrained(folder)  # one file, in which each expert has its own tensors
     file = folder / "model.safetensors"
     packed: Tensors = {}
     meant: Tensors = {}

@@ -1,4 +1,4 @@
-"""The folder of a small model that sees, of SmolVLM's family; its tokens are bytes and a few for images."""
+"""The folder of a small vision-language model of SmolVLM's family; its tokens are bytes and a few for images."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.support.models.byte_folder import make_byte_folder
 IMAGE, AROUND, GLOBAL = 257, 258, 259
 SPECIAL = {IMAGE: "<image>", AROUND: "<fake_token_around_image>", GLOBAL: "<global-img>", 260: "<end_of_utterance>"}
 VOCAB_SIZE = 264
-PATCH, SIDE = 14, 56  # pixels of a patch and of a tile, which is 4 tokens: two by two patches are one
+PATCH, SIDE = 14, 56  # pixels of a patch and of a tile; a tile is 4 tokens, because 2 x 2 patches form one
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{% if m['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
     "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
@@ -19,7 +19,7 @@ TEMPLATE = (
 
 
 def make_seeing_folder(folder: Path, template: str = TEMPLATE) -> Path:
-    """Tokenizer and processor; seeing_weights.py adds the rest."""
+    """Writes the tokenizer's and the processor's files; seeing_weights.py adds the rest."""
     make_byte_folder(folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}

@@ -10,11 +10,11 @@ from tests.support.models.seeing_folder import IMAGE, PATCH, SIDE, VOCAB_SIZE, m
 
 
 def make_seeing_model(folder: Path) -> Path:
-    """In bfloat16."""
+    """Writes the whole folder, with weights in bfloat16."""
     make_seeing_folder(folder)
     torch.manual_seed(0)
     model = transformers.Idefics3ForConditionalGeneration(_config()).to(torch.bfloat16)
-    for name, weight in model.named_parameters():  # what is seen is to tell in what is said
+    for name, weight in model.named_parameters():  # larger weights, so that images visibly change answers
         if "vision" in name or "connector" in name:
             weight.data.mul_(4)
     model.save_pretrained(folder)

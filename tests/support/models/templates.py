@@ -1,4 +1,4 @@
-"""Chat templates in the forms that models are taught, on the fake model's tokenizer."""
+"""Chat templates in the forms that real models use, on the fake model's tokenizer."""
 
 from typing import Any, ClassVar
 
@@ -22,9 +22,9 @@ R1 = HERMES.replace("assistant: {% endif %}", "assistant: <think>\n{% endif %}")
 
 
 class TemplateTokenizer(ByteTokenizer):
-    """With a template of its own, unless it is ""."""
+    """The fake model's tokenizer with a chat template; "" means the base class's template."""
 
-    rendered: ClassVar[list[str]] = []  # what was made of conversations, latest last
+    rendered: ClassVar[list[str]] = []  # results of apply_chat_template, latest last
 
     def __init__(self, template: str) -> None:
         self._templates = ChatTemplates({"default": template} if template else {}, {})

@@ -1,4 +1,4 @@
-"""A model that speaks the demo model's tokens in a hundredth of its time: its tokenizer over two thin random layers."""
+"""A model with the demo model's tokenizer over two thin random layers, which needs a hundredth of its time."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, INTERMEDIATE = 2, 64, 2, 1, 96  # heads of 32
-KIND = gguf.GGMLQuantizationType.Q4_1  # the demo file's
+KIND = gguf.GGMLQuantizationType.Q4_1  # as in the demo file
 SIZES = {
     "block_count": LAYERS,
     "embedding_length": HIDDEN,
@@ -27,7 +27,7 @@ MATRICES = {
 
 
 def make_tiny_gguf(demo: Path, path: Path) -> Path:
-    """`path`: what is written. Tokenizer, chat template and context length are those of the file `demo`."""
+    """Writes the model to `path`. Tokenizer, chat template and context length are those of the file `demo`."""
     reader, dice = gguf.GGUFReader(demo), np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     for name, field in reader.fields.items():

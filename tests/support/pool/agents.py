@@ -29,7 +29,7 @@ SECRET = b"a cluster secret of thirty-two bytes and more"
 
 @contextlib.contextmanager
 def running_agent(**changes: Any) -> Iterator[Agent]:
-    """An agent in this process on a socket of its own; `changes` are fields of AgentConfig."""
+    """An agent in this process on its own socket; `changes` are fields of AgentConfig."""
     with tempfile.TemporaryDirectory() as folder:
         config = replace(SMALL, **{"socket": Path(folder) / "ems.sock", **changes})
         prepare_libraries(config)
@@ -42,7 +42,7 @@ def running_agent(**changes: Any) -> Iterator[Agent]:
 
 
 def config_of(*arguments: str) -> AgentConfig:
-    """What `kvloom pool agent` makes of a command line. Raises as it does."""
+    """The configuration that `kvloom pool agent` makes of a command line; raises the same errors."""
     app = typer.Typer()
     app.command()(parse)
     made: AgentConfig = get_command(app).main(list(arguments), standalone_mode=False)
@@ -52,7 +52,7 @@ def config_of(*arguments: str) -> AgentConfig:
 def new_kv(
     num_blocks: int = 64, seed: int = 0, layers: int = 2, heads: int = 2, dim: int = 8
 ) -> list[list[torch.Tensor]]:
-    """A KV cache of random halves: layers of [K, V], each [num_blocks, BLOCK_SIZE, heads, dim]."""
+    """A KV cache of random float16 numbers: layers of [K, V], each [num_blocks, BLOCK_SIZE, heads, dim]."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_blocks, BLOCK_SIZE, heads, dim)
     return [[torch.randn(shape, generator=generator).half() for _ in range(2)] for _ in range(layers)]
@@ -74,7 +74,7 @@ def tokens_of(kv: list[list[torch.Tensor]], slots: list[int]) -> torch.Tensor:
 
 
 def blocks_of(pool: Pool) -> list[Block]:
-    """All blocks that a pool has, oldest first; nobody pins them on."""
+    """All blocks of a pool, oldest first, not pinned."""
     found = [block for block in pool.pin_each(pool.block_keys()) if block is not None]
     pool.unpin(found)
     return found
@@ -88,7 +88,7 @@ def slots_of(*blocks: int) -> list[int]:
 def session(
     socket: Path, kv: list[list[torch.Tensor]], *, access_id: str = "", access_key: str = "", **identity: Any
 ) -> Iterator[ContextCaching]:
-    """A ContextCaching of its own, beside the process's `Ems`; `identity` are fields of CcConfig_v1."""
+    """A ContextCaching independent of the process's `Ems`; `identity` are fields of CcConfig_v1."""
     config = CcConfig_v1(**{"rank_id": 0, "device_id": 0, "model_id": "test-model", **identity})
     EmsConfig(access_id or None, access_key or None, config).validate()
     links = LinkPool(lambda _deadline_s: socket, access_id, access_key)
@@ -104,7 +104,7 @@ def session(
 
 
 def shared_files() -> set[str]:
-    """The pool's own names in /dev/shm, where other programs of the machine come and go."""
+    """Names of the pool's files in /dev/shm; other programs' files come and go there."""
     return {path.name for path in Path("/dev/shm").glob("ems-*")}
 
 
