@@ -1,4 +1,4 @@
-"""The breaker: who fails is left alone, each time for longer, and tried by one call at a time."""
+"""The breaker: a failing peer is left alone, each time for longer, and then tried by one call at a time."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +26,7 @@ def test_a_breaker_of_one_failure_pauses_at_once_and_no_longer_than_its_longest(
 )
 @settings(max_examples=60, deadline=None)
 def test_a_breaker_lets_one_call_a_pause_through(steps, max_failures):
-    """Whatever happens: closed below its failures; open, nobody calls before the pause is over, and then one."""
+    """Below its number of failures it is closed; when open, it allows no call before the pause is over, then one."""
     breaker, now_s = Breaker(max_failures), 0.0
     for step, passed_s in steps:
         now_s += passed_s / 4

@@ -1,4 +1,4 @@
-"""Plain calls over a link that is there are one step in C++; what is not plain, or goes wrong, is Python's."""
+"""Plain calls on an existing link are one step in C++; Python handles all other calls, and failures."""
 
 import logging
 import weakref
@@ -23,11 +23,11 @@ SHAPES = {"list": list, "tuple": tuple, "array": np.array}
 def _has_a_compiler():
     if functions() is None:
         pytest.skip("there is no C++ compiler")
-    prepare()  # the agent's library too, before a call waits for it
+    prepare()  # compiles the agent's library too, before a call waits for it
 
 
 class Background:
-    """A session whose calls are the asynchronous ones, waited for."""
+    """A session whose calls run asynchronously and are waited for."""
 
     def __init__(self, cc) -> None:
         self.exists = cc.exists
@@ -42,19 +42,19 @@ class Background:
 
 @pytest.fixture(params=[lambda cc: cc, Background], ids=["at once", "in the background"])
 def of(request):
-    """Whose calls are made: a session's own, or its asynchronous ones."""
+    """The calls of a session, made directly or in the background."""
     return request.param
 
 
 def connect(cc) -> None:
-    """Has a link with a staging area, and the pool's first segment mapped."""
+    """Gives the session a link with a staging area, and maps the pool's first segment."""
     cc.save(slots_of(63), [FIRST], [4])
     assert cc.load(slots_of(63), [FIRST], [4]) == CcResult(1, 1)
 
 
 @pytest.fixture
 def alone(cc, of, monkeypatch):
-    """A session whose calls Python does not carry out."""
+    """A session whose calls fail if Python carries them out."""
     connect(cc)
     monkeypatch.setattr(pipeline, "Transfer", None)
     monkeypatch.setattr("ems.context_caching.plan_hashes", None)
@@ -66,7 +66,7 @@ def alone(cc, of, monkeypatch):
 def test_blocks_come_back_without_python(alone, kv, shape, hashes):
     made, before = SHAPES[shape], copy_of(kv)
     if shape == "array" and hashes == LARGE:
-        hashes = [1, 2, 2**62]  # arrays without a sign are Python's
+        hashes = [1, 2, 2**62]  # unsigned arrays are left to Python
     given, counts = made(hashes), made([4, 4, 2])
     assert alone.save(made(slots_of(0, 1, 2)[:10]), given, counts) == CcResult(3, 3)
     assert alone.exists(given) == 2, "the last is a short block"
@@ -136,7 +136,7 @@ def test_an_agent_that_is_gone_is_an_error_and_nothing_exists(of, agent, cc):
 
 def test_blocks_without_room_and_too_large_ones_are_told(of, caplog):
     caplog.set_level(logging.WARNING)
-    kv = new_kv(num_blocks=200, layers=8, heads=4, dim=64)  # 32 KiB a block
+    kv = new_kv(num_blocks=200, layers=8, heads=4, dim=64)  # 32 KiB per block
     with running_agent(pool_bytes=1 << 20) as agent, session(agent.config.socket, kv) as cc:
         connect(cc)
         assert of(cc).save(slots_of(*range(100)), list(range(100)), [4] * 100) == CcResult(32, 100)
@@ -155,7 +155,7 @@ def test_what_is_on_this_node_only_is_counted(of, kv):
         connect(cc)
         b.close()
         option, others = CcKvOption(timeout=1000), count(100)
-        until(lambda: of(cc).save(slots_of(0), [next(others)], [4], option).local)  # it is known that there is one node
+        until(lambda: of(cc).save(slots_of(0), [next(others)], [4], option).local)  # the node knows that it is alone
         found = [of(cc).save(slots_of(i), [i], [4], option) for i in range(20)]
         assert {result.success for result in found} == {1}
         assert 0 < sum(result.local for result in found) < 20
@@ -166,7 +166,7 @@ def test_segments_that_are_mapped_anew_are_read_where_they_are_then(of, agent, c
     before = copy_of(kv)
     assert of(cc).save(slots_of(0), [1], [4]) == CcResult(1, 1)
     link = cc._links._idle[0]
-    link.keep_up(1000)  # as when the pool has given back as many
+    link.keep_up(1000)  # as if the pool had given back as many segments
     assert of(cc).load(slots_of(9), [1], [4]) == CcResult(1, 1)
     assert torch.equal(tokens_of(kv, slots_of(9)), tokens_of(before, slots_of(0)))
 

@@ -201,7 +201,7 @@ def test_many_blocks_go_in_sub_batches(agent):
 
 
 def test_a_full_pool_keeps_the_prefix_of_the_batch():
-    kv = new_kv(num_blocks=200, layers=8, heads=4, dim=64)  # 32 KiB a block
+    kv = new_kv(num_blocks=200, layers=8, heads=4, dim=64)  # 32 KiB per block
     with running_agent(pool_bytes=1 << 20) as agent, session(agent.config.socket, kv) as cc:
         result = cc.save(slots_of(*range(100)), list(range(100)), [4] * 100)
         assert (result.total, result.success) == (100, 32)
@@ -212,7 +212,7 @@ def test_a_full_pool_keeps_the_prefix_of_the_batch():
 
 
 def test_after_its_answer_a_full_pool_has_room_for_another_batch_and_keeps_the_last():
-    kv = new_kv(num_blocks=200, layers=8, heads=4, dim=64)  # 32 KiB a block
+    kv = new_kv(num_blocks=200, layers=8, heads=4, dim=64)  # 32 KiB per block
     with running_agent(pool_bytes=1 << 20) as agent, session(agent.config.socket, kv) as cc:
         usage = agent.node.pool("default").usage
         assert cc.save(slots_of(*range(32)), list(range(32)), [4] * 32).success == 32
@@ -220,7 +220,7 @@ def test_after_its_answer_a_full_pool_has_room_for_another_batch_and_keeps_the_l
         until(lambda: usage()["blocks"] == 30)  # 1/16 of the pool is two blocks
         assert cc.exists([100, 101]) == 2
         assert cc.exists(list(range(32))) == 28, "its end makes room"
-        for _ in range(3):  # nothing new, so nothing has to go
+        for _ in range(3):  # nothing new is saved, so nothing is evicted
             assert cc.save(slots_of(0, 1), [100, 101], [4, 4]).success == 2
         assert usage()["blocks"] == 30
 

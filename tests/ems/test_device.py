@@ -1,4 +1,4 @@
-"""The copies of accelerators, on tensors of the CPU device: the same bytes, by few calls."""
+"""The copies for accelerators, on tensors of the CPU device: the same bytes, with few calls."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ from tests.support.pool.agents import BLOCK_SIZE, copy_of, slots_of, tokens_of, 
 
 
 class Counted(TorchDispatchMode):
-    """Calls of torch's operations by name."""
+    """Counts calls of torch operations by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Counted(TorchDispatchMode):
 
 
 def test_the_path_of_accelerators_moves_the_same_bytes(cc, kv):
-    """The packed copies of device tensors, here on tensors of the CPU device."""
+    """The packed copies of device tensors are used for tensors of the CPU device."""
     before, registered = copy_of(kv), cc._cache
     flat = [tensor for layer in kv for tensor in layer]
     widths = [tensor[0, 0].numel() * tensor.element_size() for tensor in flat]
@@ -39,7 +39,7 @@ def test_the_path_of_accelerators_moves_the_same_bytes(cc, kv):
 
 @pytest.mark.parametrize(("dim", "offset"), [(8, 0), (6, 0), (8, 1), (3, 0), (8, 2)])
 def test_blocks_on_a_device_are_packed_by_one_call_a_tensor(dim, offset):
-    """Whatever the width of a token and where the memory begins: words of 8, 4, 2 or 1 bytes are copied."""
+    """This holds for any token width and memory alignment: copies use words of 8, 4, 2 or 1 bytes."""
     count, num_tensors = 64, 6
     memory = torch.randn(2, num_tensors, count * BLOCK_SIZE * dim + offset).half()
     before, after = ([row[offset:].view(count, BLOCK_SIZE, 1, dim) for row in half] for half in memory)
@@ -58,7 +58,7 @@ def test_blocks_on_a_device_are_packed_by_one_call_a_tensor(dim, offset):
 
 
 def test_layer_groups_and_scattered_tokens_go_their_own_ways():
-    """Groups of 4 and 2 tokens a block; blocks that lie whole, in part, and in runs, in one batch."""
+    """Groups with 4 and 2 tokens per block; whole, partial and scattered blocks in one batch."""
     before = [torch.randn(16, 4, 1, 8).half(), torch.randn(32, 2, 1, 8).half()]
     after = [torch.zeros_like(tensor) for tensor in before]
     blocks = [

@@ -24,7 +24,7 @@ def config(**changes):
 
 @pytest.fixture
 def _no_agent(monkeypatch, tmp_path):
-    """Nothing of this machine is found, whoever runs an agent on it, and Ems is down before and after."""
+    """Ems finds no agent, even if one runs on this machine, and is shut down afterwards."""
     monkeypatch.delenv("EMS_SOCKET", raising=False)
     monkeypatch.setattr(sockets, "DOCUMENTED_SOCKET", tmp_path / "documented" / "ems.sock")
     monkeypatch.setattr(sockets, "own_folder", lambda: tmp_path / "own")
@@ -204,7 +204,7 @@ class TestEmbedded:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process is gone, or waits for nothing but its parent."""
+    """Whether the process is gone or a zombie."""
     try:
         return " Z " in Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The examples run as they are."""
+"""The examples run unchanged."""
 
 import json
 import os

@@ -46,7 +46,7 @@ def test_each_group_is_loaded_into_slots_of_its_own(cc: ContextCaching, kv):
         assert torch.equal(slots(kv, layer, 20, 4), slots(true, layer, 0, 4))
         assert torch.equal(slots(kv, layer, 9, 4), slots(true, layer, 4, 4))
     assert torch.equal(slots(kv, 1, 30, 4), slots(true, 1, 0, 4))
-    assert torch.equal(slots(kv, 1, 62, 4), slots(true, 1, 14, 4))  # over the edge of a block, both times
+    assert torch.equal(slots(kv, 1, 62, 4), slots(true, 1, 14, 4))  # both ranges cross the end of a block
     assert int(sum(side.count_nonzero() for layer in kv for side in layer)) <= 2 * 2 * 16 * (8 + 4)
 
 

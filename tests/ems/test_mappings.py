@@ -1,4 +1,4 @@
-"""The pool's memory as a client maps it: what nobody uses any more is let go of, whatever the client does next."""
+"""The pool's memory as a client maps it: unused segments are unmapped, whatever the client does next."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.support.waiting import until
 
 
 def num_mapped() -> int:
-    """Segments of pools in this process's memory."""
+    """The number of pool segments that this process maps."""
     return Path("/proc/self/maps").read_text().count("memfd:ems-pool")
 
 

@@ -1,4 +1,4 @@
-"""The data path in C++ and in Python give the same bytes, sums and answers; without a compiler it is Python's."""
+"""The data paths in C++ and Python give the same bytes, checksums and answers; without a compiler, Python's is used."""
 
 import ctypes
 import logging
@@ -37,7 +37,7 @@ def _has_a_compiler():
 
 
 def tensors_of(seed: int) -> list[Tensor]:
-    """Tensors whose blocks lie apart by some bytes, within memory that is not theirs, before them and behind."""
+    """Tensors with gaps between their blocks, in memory of which the beginning and the end are not theirs."""
     random = np.random.default_rng(seed)
     made = []
     for width, size in zip(WIDTHS, BLOCK_SIZES, strict=True):
@@ -195,9 +195,9 @@ counted = st.lists(st.integers(1, 5), max_size=4)
     values=st.lists(st.integers(-1, 24), min_size=4, max_size=4) | st.lists(numbers, min_size=4, max_size=4),
     shape=st.sampled_from(["list", "tuple", "array"]),
 )
-@example(counts=[5, 3], order=ASCENDING, spoiled=None, values=[1, 2, 3, 4], shape="list")  # on into the next block
-@example(counts=[3], order=ASCENDING, spoiled=(1, 0), values=[1, 2, 3, 4], shape="list")  # a slot twice in a row
-@example(counts=[2, 2], order=ASCENDING, spoiled=(3, 0), values=[1, 2, 3, 4], shape="list")  # and in two blocks
+@example(counts=[5, 3], order=ASCENDING, spoiled=None, values=[1, 2, 3, 4], shape="list")  # into the next block
+@example(counts=[3], order=ASCENDING, spoiled=(1, 0), values=[1, 2, 3, 4], shape="list")  # one slot twice in a block
+@example(counts=[2, 2], order=ASCENDING, spoiled=(3, 0), values=[1, 2, 3, 4], shape="list")  # one slot in two blocks
 @example(counts=[4], order=ASCENDING, spoiled=None, values=[True, 2, 3, 4], shape="list")
 @example(counts=[4, 2], order=ASCENDING, spoiled=None, values=[-1, 2**63, 3, 4], shape="tuple")
 @example(counts=[4, 2], order=ASCENDING, spoiled=None, values=[1, 2**63, 3, 4], shape="list")
@@ -214,7 +214,7 @@ def test_a_call_is_planned_as_python_plans_it(counts, order, spoiled, values, sh
     planned = planner.plan(*arguments[:3])
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ems.blocks.native_cut", lambda *_arguments: None)  # C++ would cut for both
+            patch.setattr("ems.blocks.native_cut", lambda *_arguments: None)  # otherwise C++ would cut for both
             found = plan(Cache(keys, 4, 24), arguments)
     except EmsException:
         assert planned is None

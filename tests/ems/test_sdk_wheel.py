@@ -1,4 +1,4 @@
-"""kvloom-ems, the SDK as a wheel of its own: an environment with numpy and xxhash alone saves and loads."""
+"""kvloom-ems, the SDK as its own wheel: it saves and loads in an environment with only numpy and xxhash."""
 
 import os
 import shutil
@@ -79,7 +79,7 @@ except ems.EmsException as error:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built from a copy of the sources: nothing is left in the tree."""
+    """The wheel, built from a copy of the sources, so that the build leaves nothing in the tree."""
     copy = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT / "src" / "ems", copy / "src" / "ems", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "sdk", copy / "sdk", ignore=shutil.ignore_patterns("build"))
@@ -105,7 +105,7 @@ def test_it_carries_the_same_code_for_every_platform_from_python_3_10(wheel):
 
 @pytest.mark.parametrize("has_compiler", [False, True], ids=["without a compiler", "with one"])
 def test_it_saves_and_loads_with_numpy_and_xxhash_alone(wheel, tmp_path, has_compiler):
-    """With one it finds what was compiled of these sources before, by whichever program, or compiles it."""
+    """With a compiler, it uses the library that any program compiled from these sources before, or compiles it."""
     environment = tmp_path / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python = environment / "bin" / "python"

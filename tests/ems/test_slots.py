@@ -19,7 +19,7 @@ NUM_SLOTS = 96
 def cache_of(
     sizes: list[int], groups: list[list[int]] | None = None
 ) -> tuple[RegisteredCache, Cache, list[torch.Tensor]]:
-    """A layer for each block size, about NUM_SLOTS tokens each, in tensors of other widths, with gaps."""
+    """A layer for each block size, of about NUM_SLOTS tokens, in tensors of different widths, with gaps."""
     layers = []
     for number, size in enumerate(sizes):
         whole = torch.randint(0, 256, (-(-NUM_SLOTS // size), size + 1, 1, 3 + number), dtype=torch.uint8)
@@ -39,7 +39,7 @@ def tokens(tensor: torch.Tensor, slots: list[int]) -> np.ndarray:
 def test_a_block_is_its_slots_in_order(size, data, copies):
     registered, cache, tensors = cache_of([size])
     slots = data.draw(st.lists(st.integers(0, NUM_SLOTS - 1), min_size=1, max_size=40, unique=True))
-    if data.draw(st.booleans()):  # as an engine's blocks are: whole and in a row
+    if data.draw(st.booleans()):  # like an engine's blocks, whole and contiguous
         first = data.draw(st.integers(0, NUM_SLOTS // size - 1)) * size
         slots = [*range(first, first + size), *(slot for slot in slots if not first <= slot < first + size)]
     cuts = sorted(data.draw(st.sets(st.integers(1, len(slots)))) | {len(slots)})

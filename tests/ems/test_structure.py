@@ -1,4 +1,4 @@
-"""The pure modules import nothing that acts; the agent does without torch; the SDK sees nothing of the service."""
+"""The pure modules import nothing with side effects; the agent runs without torch; the SDK imports no kvloom."""
 
 import ast
 import subprocess

@@ -15,7 +15,7 @@ SHAPE = (8, 4, 2, 8)
 
 
 class OthersTensor:
-    """Of a library that nobody here knows."""
+    """A DLPack tensor of an unknown library."""
 
     def __init__(self, tensor: object, device: int = 1) -> None:
         self._tensor = tensor

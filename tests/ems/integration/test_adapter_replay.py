@@ -1,6 +1,6 @@
-"""The calls of the serving adapters that are in use today, in their order, against our SDK.
+"""The calls of the serving adapters in use today, in their order, against our SDK.
 
-They set `kvcache_type` after construction, give `cc_config_v1=`, hash blocks by Python's signed `hash`, multiply
+They set `kvcache_type` after construction, pass `cc_config_v1=`, hash blocks with Python's signed `hash`, multiply
 `success` by the block size, and open their circuit on any exception but EMS_INVALID_ARGUMENT.
 """
 

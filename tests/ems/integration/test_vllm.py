@@ -60,7 +60,7 @@ def test_only_what_the_engine_lacks_is_loaded(agent, first):
     "changes",
     [
         {"all_token_ids": [7, *PROMPT[1:]]},
-        {"all_token_ids": PROMPT[:BLOCK_SIZE]},  # its last token is computed, so no full block is left
+        {"all_token_ids": PROMPT[:BLOCK_SIZE]},  # its last token must be computed, so no full block is left
         {"cache_salt": "mine"},
         {"lora_request": SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="/does/not/exist")},
         {"skip_reading_prefix_cache": True},
@@ -130,7 +130,7 @@ def test_a_block_counts_when_all_ranks_have_it(agent):
             for rank in range(2):
                 assert torch.equal(other.bytes_of(6, rank), two.bytes_of(1, rank))
         pool = agent.node.pools()[0]
-        pool.evict(1)  # the end of one rank's chain
+        pool.evict(1)  # evicts the end of one rank's chain
         assert two.matched(FakeRequest("c", list(PROMPT))) == (3 * BLOCK_SIZE, True)
 
 

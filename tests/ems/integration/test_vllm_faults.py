@@ -1,4 +1,4 @@
-"""EMSConnector where the pool fails it: agents killed in the middle, full pools; moved whole and layer by layer."""
+"""EMSConnector when the pool fails: killed agents and full pools, with blocks moved whole and layer by layer."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,14 +34,14 @@ def agent(tmp_path: Path) -> Iterator[AgentProcess]:
 
 
 def blocks_of(way: str, first: int = 0) -> tuple[list[int], ...]:
-    """Of a request, in each group of layers."""
+    """A request's block numbers, a list for each group of layers."""
     groups = 2 if way == "windows" else 1
     size = NUM_BLOCKS + 1
     return tuple(list(range(first + group * size, first + (group + 1) * size)) for group in range(groups))
 
 
 def begin(running: Engine, way: str, name: str = "a") -> FakeRequest:
-    """The request's prompt is computed in one step; its saves are under way."""
+    """Computes a request's prompt in one step, and leaves its saves in flight."""
     request = FakeRequest(name, list(PROMPT))
     blocks = blocks_of(way)
     running.allocate(request, blocks, 0)
@@ -54,7 +54,7 @@ def is_found(running: Engine, name: str) -> bool:
 
 
 def test_an_agent_that_is_killed_while_it_saves_lets_blocks_go(agent, way):
-    """The request's blocks are free again, and the engine goes on with the agent that comes after."""
+    """The request's blocks become free, and the engine continues with the restarted agent."""
     with engine(agent.socket, **WAYS[way]) as one:
         with agent.stopped():
             request = begin(one, way)
@@ -69,7 +69,7 @@ def test_an_agent_that_is_killed_while_it_saves_lets_blocks_go(agent, way):
 
 
 def test_an_agent_that_is_killed_while_it_loads_costs_no_answer(agent, way):
-    """What did not come is reported before the request runs; of the cache no block has been touched in part."""
+    """Blocks that do not come are reported before the request runs; no block of the cache is written in part."""
     with engine(agent.socket, **WAYS[way]) as one, engine(agent.socket, seed=2, **WAYS[way]) as two:
         one.finish(begin(one, way))
         names = iter(range(100))
@@ -85,7 +85,7 @@ def test_an_agent_that_is_killed_while_it_loads_costs_no_answer(agent, way):
 
 
 def test_a_full_pool_gives_what_it_has_left(way):
-    """Of 16 prompts most are evicted; what a lookup promises comes, and nothing is held up."""
+    """Most of 16 prompts are evicted; whatever a lookup promises is loaded, and no save stays pending."""
     with (
         running_agent(pool_bytes=32 << 10, segment_bytes=32 << 10, slab_bytes=8 << 10) as small,
         engine(small.config.socket, **WAYS[way]) as one,
@@ -107,7 +107,7 @@ def test_a_full_pool_gives_what_it_has_left(way):
             else:
                 one.allocate(request, others, found)
                 one.step(Step(new=[(request, others, found)], counts={request.request_id: len(tokens) - found}))
-            for index in range(found // BLOCK_SIZE)[-1:]:  # the last is in the window as well
+            for index in range(found // BLOCK_SIZE)[-1:]:  # the last block is in the window as well
                 for group, right in zip(others, truth, strict=True):
                     assert (one.bytes_of(group[index]) == right[index]).all()
             one.finish(request)

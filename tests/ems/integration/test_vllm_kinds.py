@@ -13,7 +13,7 @@ from tests.support.vllm.engine import Engine, engine
 from tests.support.vllm.stub import BLOCK_SIZE, FakeRequest, FullAttentionSpec, SlidingWindowSpec, Step
 from tests.support.waiting import until
 
-WINDOW = 2 * BLOCK_SIZE  # a token sees itself and 7 before it: of a prefix of whole blocks the last two
+WINDOW = 2 * BLOCK_SIZE  # a token sees itself and 7 before it: of a prefix of whole blocks, the last two
 PROMPT = list(range(100, 100 + 6 * BLOCK_SIZE + 1))  # six full blocks and a token
 SPECS = (SlidingWindowSpec(WINDOW), FullAttentionSpec(), SlidingWindowSpec(WINDOW))
 HIT, MISS = (6 * BLOCK_SIZE, True), (0, False)
@@ -29,7 +29,7 @@ HIT, MISS = (6 * BLOCK_SIZE, True), (0, False)
 def test_a_window_needs_the_blocks_that_its_next_token_sees(window, num_tokens, first):
     kind = Kind((0,), 4, window)
     assert kind.first_needed(num_tokens) == first
-    seen = range(max(0, num_tokens - (window or num_tokens + 1) + 1), num_tokens)  # the next token and those before it
+    seen = range(max(0, num_tokens - (window or num_tokens + 1) + 1), num_tokens)  # what the next token sees
     assert first == (seen.start if seen else num_tokens) // 4
 
 
@@ -40,7 +40,7 @@ def test_groups_that_see_equally_far_are_of_one_kind():
 
 
 def brute_force(kinds: tuple[Kind, ...], there: list[set[int]], start: int, end: int) -> int:
-    """The longest prefix of which everything is there, tried one by one."""
+    """The longest prefix whose needed blocks are all in `there`, found by trying each."""
     unit = unit_of(kinds)
     for stop in range(end, start, -unit):
         if all(set(kind.range_of(start, stop)) <= blocks for kind, blocks in zip(kinds, there, strict=True)):
@@ -75,7 +75,7 @@ def test_the_longest_hit_is_that_of_trying_all():
 
 WINDOWS, FULL = ([1, 2, 3, 4, 5, 6, 7], [15, 16, 17, 18, 19, 20, 21]), [8, 9, 10, 11, 12, 13, 14]
 COMPUTED = (WINDOWS[0], FULL, WINDOWS[1])
-LOADED = ([0, 0, 0, 0, 1, 2], [3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 9, 10])  # as vLLM allocates: 0 is nobody's
+LOADED = ([0, 0, 0, 0, 1, 2], [3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 9, 10])  # as vLLM allocates them: 0 is the null block
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def first(agent: Agent) -> Iterator[Engine]:
 
 
 def damage(agent: Agent, first: Engine, *blocks: int) -> None:
-    """The block in the pool that has the bytes of these, one of each group."""
+    """Flips a bit of the pool's block that holds the bytes of `blocks`, one of each group."""
     pool = agent.node.pools()[0]
     truth = b"".join(first.bytes_of(block).numpy().tobytes() for block in blocks)
     (entry,) = [each for each in blocks_of(pool) if bytes(pool.view(each.offset, each.length)) == truth]
@@ -124,7 +124,7 @@ def test_a_block_outside_of_the_window_may_be_gone(agent, first):
 
 @pytest.mark.parametrize(("blocks", "left"), [((5, 19), 4), ((10,), 2)])
 def test_a_load_that_fails_is_the_requests_and_prefixes_end_before_it(agent, first, blocks, left):
-    """Of the window's fifth block, or of the third of full attention. vLLM takes no single blocks as failed here."""
+    """The windows' fifth block or the third of full attention is damaged. vLLM takes no single failed blocks here."""
     damage(agent, first, *blocks)
     num_blocks = len(blocks_of(agent.node.pools()[0]))
     with engine(agent.config.socket, seed=2, specs=SPECS) as second:
@@ -133,13 +133,13 @@ def test_a_load_that_fails_is_the_requests_and_prefixes_end_before_it(agent, fir
         assert second.load(request, LOADED, HIT[0]) == {"b"}
         until(
             lambda: len(blocks_of(agent.node.pools()[0])) < num_blocks
-        )  # it is told of the damage on another connection
+        )  # the agent is told of the damage on another connection
         assert second.matched(request) == MISS, "computed by itself"
         assert second.matched(FakeRequest("c", list(PROMPT))) == (left * BLOCK_SIZE, True)
 
 
 def test_a_model_of_windows_alone_loads_its_window_or_nothing(agent):
-    """Of a load that failed nothing can be used: a shorter prefix sees a block that was not loaded."""
+    """After a failed load nothing is usable: a shorter prefix would need a block that was not loaded."""
     specs = (SlidingWindowSpec(WINDOW),)
     with engine(agent.config.socket, specs=specs) as first, engine(agent.config.socket, seed=2, specs=specs) as second:
         first.compute(FakeRequest("a", list(PROMPT)), (FULL,))
@@ -153,11 +153,11 @@ def test_a_model_of_windows_alone_loads_its_window_or_nothing(agent):
         assert second.load(unlucky, (LOADED[2],), HIT[0]) == {"c"}
         until(
             lambda: second.matched(FakeRequest("d", list(PROMPT))) == (5 * BLOCK_SIZE, True)
-        )  # the block is let go of
+        )  # the damaged block is dropped
 
 
 def test_models_with_other_windows_share_nothing(agent, first):
-    """Whatever lies alike: nobody knows another's blocks."""
+    """Even where memory layouts are alike, no model finds another's blocks."""
     for specs in [(), SPECS[:2], (SlidingWindowSpec(WINDOW), FullAttentionSpec(), SlidingWindowSpec(WINDOW + 1))]:
         with engine(agent.config.socket, seed=2, specs=specs) as other:
             assert other.matched(FakeRequest("b", list(PROMPT))) == MISS
@@ -213,7 +213,7 @@ def test_who_is_given_a_block_of_a_window_waits_for_the_save_that_reads_it(agent
 
 
 def test_a_block_that_may_be_somebody_elses_is_not_saved():
-    """Its last token became known when the window had left it: vLLM may have given it away."""
+    """Its last token became known after the window had passed it: vLLM may have given the block to another request."""
     kinds = kinds_of([(BLOCK_SIZE, None), (BLOCK_SIZE, 2)])
     scheduling = Scheduling(kinds, lambda *_request: (None, 0), Duties())
     request = FakeRequest("a", PROMPT[: BLOCK_SIZE + 1])

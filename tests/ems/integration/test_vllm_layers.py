@@ -44,7 +44,7 @@ def first(agent: Agent) -> Iterator[Engine]:
 
 
 def run(running: Engine, request: FakeRequest, num_loaded: int) -> None:
-    """The request's first step, in which its blocks are loaded."""
+    """Runs the request's first step, in which its blocks are loaded."""
     running.allocate(request, LOADED, num_loaded)
     count = request.num_tokens - num_loaded
     running.step(Step(new=[(request, LOADED, num_loaded)], counts={request.request_id: count}))
@@ -76,7 +76,7 @@ def test_what_was_moved_whole_is_loaded_layer_by_layer(agent):
 
 
 def test_a_damaged_block_has_failed_before_its_request_runs(agent, first):
-    """vLLM hears of a shorter prefix: nothing of the block, nor behind it, is in the cache."""
+    """vLLM is told of a shorter prefix: neither the damaged block nor any block behind it is written to the cache."""
     pool = agent.node.pools()[0]
     for entry in blocks_of(pool)[2:3]:
         pool.view(entry.offset, entry.length)[5] ^= 1
@@ -91,7 +91,7 @@ def test_a_damaged_block_has_failed_before_its_request_runs(agent, first):
 
 
 def test_ranks_agree_on_what_is_staged(agent, monkeypatch):
-    """By the one that has least, which tells it last here."""
+    """The smallest count decides; here its rank reports last."""
     told = defaultdict[int, list[int]](list)
 
     def tell_least_last(reports):
@@ -178,7 +178,7 @@ def test_cuda_graphs_leave_room_for_layers():
         assert not module.EMSConnector.requires_piecewise_for_cudagraph({})
 
 
-# Copies that are held back
+# Delayed copies
 
 
 class WouldWaitError(Exception):
@@ -186,7 +186,7 @@ class WouldWaitError(Exception):
 
 
 class HeldSide(Side):
-    """Copies when it is told to; who would have to wait for a copy is told so."""
+    """A side that copies only when told to. A caller that would have to wait for a copy gets WouldWaitError."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -263,7 +263,7 @@ def test_a_save_begins_with_its_first_layer_and_is_stored_when_all_are_there(age
 
 
 class FakeCuda:
-    """Streams and events of torch.cuda that note what they are told."""
+    """The streams and events of torch.cuda, with a log of their calls."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

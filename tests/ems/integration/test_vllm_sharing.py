@@ -1,4 +1,4 @@
-"""EMSConnector beside the moving of blocks: adapters, ranks of MLA, events, statistics, and handing a prompt over."""
+"""EMSConnector besides moving blocks: adapters, ranks of MLA, events, statistics, and handing a prompt over."""
 
 import itertools
 import os
@@ -36,9 +36,9 @@ def adapter_folder(parent: Any, name: str, content: bytes) -> Any:
 
 
 def computed(running: Engine, **changes: Any) -> None:
-    """PROMPT of a request, saved."""
+    """Computes PROMPT for a request, and saves its blocks."""
     request = FakeRequest("a", list(PROMPT), **changes)
-    running.matched(request)  # waits for an adapter's name
+    running.matched(request)  # waits until the adapter's name is known
     running.compute(request, BLOCKS)
 
 
@@ -229,7 +229,7 @@ def test_a_promise_that_is_not_kept_costs_its_time_only(agent, promise):
 
 
 def test_an_agent_that_stands_still_costs_a_load_its_deadline(tmp_path):
-    """Blocks that were found and do not come in time are reported with the request, and the pool is left alone."""
+    """Found blocks that do not arrive in time are reported with the request, and the pool is not asked again."""
     with AgentProcess(tmp_path / "ems.sock") as agent, engine(agent.socket, extra={"timeout_ms": 2000}) as one:
         one.compute(FakeRequest("a", list(PROMPT)), BLOCKS)
         until(lambda: asked(one) == HIT)
@@ -245,7 +245,7 @@ def test_an_agent_that_stands_still_costs_a_load_its_deadline(tmp_path):
 
 
 def test_several_loads_fail_alone(agent):
-    """Of two requests under way the damaged one fails; a block whose bytes are wrong is never written."""
+    """Of two requests in flight, the damaged one fails; a block with wrong bytes is never written."""
     with engine(agent.config.socket) as one, engine(agent.config.socket, seed=2) as two:
         other = [7 + token for token in PROMPT]
         one.compute(FakeRequest("a", list(PROMPT)), BLOCKS)

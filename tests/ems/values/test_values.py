@@ -1,4 +1,4 @@
-"""KvPool: values by keys, a result for each; what is asked for in another length, layout or model is a miss."""
+"""KvPool: values by key, a result for each; reading one with another length, layout or model is a miss."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ def opened(agent: Agent, layout: str = "", **identity: Any) -> Iterator[KvPool]:
 
 @pytest.fixture(autouse=True, params=[line.native_line, lambda _fd, _board: None], ids=["in C++", "in Python"])
 def _moved(request, monkeypatch):
-    functions.functions()  # it is compiled before a call does without
+    functions.functions()  # compiled now, because calls do not wait for the compiler
     monkeypatch.setattr("ems.transport.native_line", request.param)
 
 
@@ -248,7 +248,7 @@ def test_a_value_larger_than_a_block_is_refused_and_the_others_are_kept(agent, p
 
 
 def test_a_batch_larger_than_staging_memory_and_pool():
-    """64 MiB of values through 1 MiB of staging into 8 MiB of pool: the first that fit are kept, the others told."""
+    """64 MiB of values through 1 MiB of staging into 8 MiB of pool: the first are kept, the others get NO_ROOM."""
     with running_agent(staging_bytes=1 << 20) as agent, opened(agent) as pool:
         memory = KvPool.register(np.random.default_rng(1).integers(0, 255, 64 << 20, np.uint8))
         size = 200_000
@@ -266,7 +266,7 @@ def test_a_batch_larger_than_staging_memory_and_pool():
 
 
 def test_values_are_independent_unless_they_are_a_chain(agent, pool):
-    """The links decide what eviction takes: the end of a chain before its beginning."""
+    """Their links decide the order of eviction: the end of a chain goes before its beginning."""
     keys = [f"c{i}" for i in range(100)]
     pool.put(keys, values_of(100, 100), is_chain=True)
     pool.put(["x", "y"], [b"1", b"2"])
@@ -328,7 +328,7 @@ def test_without_an_agent_calls_say_where_they_looked(tmp_path):
 
 
 def test_an_agent_that_stands_still_is_not_healthy(tmp_path):
-    """Though a connection to it is open."""
+    """This holds even while a connection to it is open."""
     with AgentProcess(tmp_path / "ems.sock") as process, ems.open_pool(a_config(), socket=process.socket) as pool:
         assert pool.put(["a"], [b"1"]) == [STORED]
         with process.stopped():
@@ -355,7 +355,7 @@ def test_a_damaged_value_is_a_miss_and_is_forgotten(agent, pool, size):
 
 
 def test_an_agent_killed_in_mid_call(tmp_path):
-    """Each call ends with results or EMS_IO_ERROR; what is found is right, before and after the restart."""
+    """Each call ends with results or EMS_IO_ERROR; all values found, before and after the restart, are right."""
     process = AgentProcess(tmp_path / "ems.sock", "--pool=64M", "--segment=8M", "--slab=1M")
     process.start()
     memory = KvPool.register(np.random.default_rng(1).integers(0, 255, 32 << 20, np.uint8))

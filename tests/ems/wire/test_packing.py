@@ -25,7 +25,7 @@ ENCODER = msgspec.msgpack.Encoder()
 
 
 def peer(kinds: list[object]) -> type:
-    """A message of these fields as another implementation has it."""
+    """A msgspec struct with these fields, as another implementation of the message has it."""
     named = [(f"f{i}", kind) for i, kind in enumerate(kinds)]
     return msgspec.defstruct("Peer", named, array_like=True)
 
@@ -94,7 +94,7 @@ def test_values_are_the_bytes_of_msgspec_and_come_back(data, kinds):
 @given(st.data(), KINDS)
 @settings(max_examples=300, deadline=None)
 def test_what_msgspec_refuses_is_refused_and_what_it_takes_is_taken(data, kinds):
-    """Bytes of other fields, cut, lengthened and changed somewhere; fields behind the known ones are left out."""
+    """Values of other fields, truncated, extended or with a changed byte; fields after the known ones are ignored."""
     others = data.draw(KINDS)
     packed = bytearray(
         pack([data.draw(VALUES[kind]) for kind in [*kinds[: data.draw(st.integers(0, 9))], *others]][:15])
@@ -112,7 +112,7 @@ def test_what_msgspec_refuses_is_refused_and_what_it_takes_is_taken(data, kinds)
     except ValueError:
         found = None
     if expected is not None and found is None:
-        # of what is left out we know less: it may be anything there, and must be one of our kinds here
+        # msgspec accepts anything in ignored fields; we accept only kinds of values that messages have
         assert has_other_kinds(bytes(packed))
     elif expected is None and found is not None:
         assert len(found) < len(kinds)
@@ -121,10 +121,10 @@ def test_what_msgspec_refuses_is_refused_and_what_it_takes_is_taken(data, kinds)
 
 
 def has_other_kinds(packed: bytes) -> bool:
-    """Whether one of the values is none that a message can have."""
+    """Whether one of the values is of a kind that no message has."""
     try:
         values = msgspec.msgpack.decode(packed, strict=False)
-    except UnicodeDecodeError:  # bytes that call themselves text
+    except UnicodeDecodeError:  # invalid UTF-8 in a text
         return True
     return not all(
         isinstance(value, int | bool | bytes | str)

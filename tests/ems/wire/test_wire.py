@@ -1,4 +1,4 @@
-"""Frames survive every cut, and refuse every damage; keys are steady across versions and processes."""
+"""Frames survive every cut, and every damage is refused; keys are the same in all versions and processes."""
 
 from dataclasses import replace
 
@@ -99,7 +99,7 @@ def test_a_repeated_or_missing_frame_of_a_keyed_session_is_refused():
 
 
 def raw(op: int, values: tuple) -> m.Message:
-    """The fields of a message without its checks, as a hostile peer would send them."""
+    """A message with these fields and no checks, as a hostile peer would send it."""
     message = type("Raw", (), {"OP": op})()
     vars(message).update({str(i): value for i, value in enumerate(values)})
     return message
@@ -191,7 +191,7 @@ def test_a_body_over_the_limit_is_neither_sent_nor_waited_for():
 
 
 def test_frames_are_the_bytes_of_version_1():
-    """Other versions of agent and SDK depend on these bytes."""
+    """Agents and SDKs of other versions depend on these bytes."""
     head = "454d5331010e00000700000000000000f401000024000000fbe3a446"
     assert FrameWriter().encode(m.Load(bytes(32), True), 7, 500).hex() == head + "92c420" + "00" * 32 + "c3"
 
@@ -211,7 +211,7 @@ def test_names_of_blocks_are_steady():
 
 
 class Shouting:
-    """Names many at a time, so that one sees who did; no integer beyond 64 bits."""
+    """Stands for the C++ naming: its keys show that it made them. It refuses integers beyond 64 bits."""
 
     def of_hashes(self, base, values, counts):
         return b"".join(b"H%d" % value for value in values) if max(values) < 2**64 else None

@@ -27,6 +27,6 @@ def pipeline(kind: str) -> Path:
 
 
 def _kept(source: str, libraries: tuple[str, ...], of: str, name: str, make: Callable[[Path], None]) -> Path:
-    """Makes a model once per version of its libraries and of `source`, the file beside this one with the code for it."""
+    """Makes a model once per version of its libraries and of `source`, the file beside this one with its code."""
     versions = [version(library).encode() for library in libraries]
     return kept([Path(__file__).with_name(source).read_bytes(), of.encode(), *versions], name, make)
