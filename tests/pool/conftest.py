@@ -32,14 +32,14 @@ def cc(agent: Agent, kv: list[list[torch.Tensor]]) -> Iterator[ContextCaching]:
 
 @pytest.fixture(scope="session")
 def native() -> None:
-    """For tests of the C++ libraries. Not all who collect them compile them: only who runs these tests does."""
+    """For tests of the C++ libraries, which are compiled when a test runs and not when tests are collected."""
     if of_index() is None or of_sdk() is None or of_stream() is None:
         pytest.skip("there is no C++ compiler")
 
 
 @pytest.fixture(params=["native", "python"])
 def either_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the C++ libraries and without."""
+    """Runs a test with the C++ libraries and without them."""
     monkeypatch.setenv("EMS_NATIVE", "1" if request.param == "native" else "0")
     if request.param == "native" and of_stream() is None:
         pytest.skip("there is no C++ compiler")

@@ -1,4 +1,4 @@
-"""Bytes of blocks go through a socket as they are, whatever pieces they come in, and nobody waits for ever."""
+"""Bytes of blocks pass through a socket unchanged, in pieces of any size, and no end waits for ever."""
 
 import random
 import select

@@ -1,4 +1,4 @@
-"""A long load from another node: its beginning is answered while the rest comes, and nothing is kept when it ends."""
+"""A long load from another node: its first blocks are answered while the others arrive; nothing is kept at its end."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.support.pool.node_pair import NUM_KEYS, SIZE, data_of, keep, keys_of,
 from tests.support.pool.node_tls import NodeFiles
 from tests.support.waiting import soon, until
 
-PART = 8  # blocks that are answered together, at least
+PART = 8  # the least number of blocks that are answered together
 pytestmark = pytest.mark.usefixtures("either_kind")
 
 
@@ -25,7 +25,7 @@ def pair(request, tmp_path, monkeypatch):
 
 @pytest.fixture
 def reader(pair):
-    """Of a session that has loaded a block from the other node before."""
+    """The reader of a session that has already loaded a block from the other node."""
     made = Reader(pair.here, pair.a.node)
     (first,) = keys_of("b", 1)
     keep(pair.there, first)
@@ -37,7 +37,7 @@ def reader(pair):
 
 
 def kept(pair):
-    """The keys of NUM_KEYS blocks of the other node."""
+    """Stores NUM_KEYS blocks in the other node; returns their keys."""
     keys = keys_of("b")
     for key in keys:
         keep(pair.there, key)
@@ -45,7 +45,7 @@ def kept(pair):
 
 
 def take(pair, reader, keys):
-    """What is answered for these keys, after its bytes were compared and it was released."""
+    """The number of blocks answered for `keys`, and the cause; their bytes are compared and the lease is released."""
     found = reader.load(m.Load(b"".join(keys)), soon())
     for entry in (held := pair.here.pin_each(keys[: len(found.lengths)])):
         assert (pair.here.view(entry.offset, entry.length) == data_of(entry.key, SIZE)).all()

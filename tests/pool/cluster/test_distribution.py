@@ -1,4 +1,4 @@
-"""Blocks on three nodes, against an oracle of what every node holds: what `save` reports is what others find."""
+"""Blocks on three nodes, with an oracle of what each node holds: other nodes find what `save` reports."""
 
 import threading
 from contextlib import ExitStack
@@ -21,7 +21,7 @@ LONG = CcKvOption(timeout=60_000)
 
 
 class Engine:
-    """An engine on a node; the bytes of a block follow from its hash."""
+    """An engine on a node. The bytes of a block follow from its hash."""
 
     def __init__(self, stack: ExitStack, agent: Agent) -> None:
         self.agent = agent
@@ -48,7 +48,7 @@ class Engine:
 
 
 def is_quiet(engines: list[Engine]) -> bool:
-    """Whether all blocks that were to go home did, or were given up."""
+    """Whether every block that was to be pushed to its home was pushed or given up."""
     done = ("push_done", "push_failed")
     sent = [sum(engine.pool.counts[name] for name in done) for engine in engines]
     return sent == [sum(e.pool.counts[name] for name in done) for e in engines] and not any(
@@ -90,7 +90,7 @@ def hold_up_pushes(engine: Engine, until_set: threading.Event, monkeypatch) -> N
 
 
 def held(engines: list[Engine], keys: list[bytes]) -> list[set[bytes]]:
-    """The keys that each node has."""
+    """Which of `keys` each node holds."""
     return [set(keys) - set(engine.pool.missing(keys)) for engine in engines]
 
 
@@ -201,7 +201,7 @@ def test_blocks_whose_home_is_cut_off_are_local(engines):
 
 
 def test_blocks_that_their_home_does_not_take_are_local(engines, caplog):
-    """Told from the second save on: what a node takes is known once it was called."""
+    """This is reported from the second save on: a node's limit is known only after the first call of it."""
     for engine in engines[1:]:
         object.__setattr__(engine.agent.config, "slab_bytes", BLOCK_BYTES // 2)
     hashes = list(range(60))

@@ -1,4 +1,4 @@
-"""What a link does with frames in C++: their checksum, and looking for an answer before it sleeps."""
+"""What a link does with frames in C++: checksums, and polling for an answer before it sleeps."""
 
 import ctypes
 import zlib
@@ -32,7 +32,7 @@ def test_the_checksum_of_any_length_is_that_of_zlib(frames, offset):
 
 
 def pauses(frames: ctypes.CDLL, was_preempted: bytes, has_come: bytes) -> list[int]:
-    """How many answers were left out, one behind the other, each time that some were."""
+    """Lengths of the runs of answers for which the link did not poll."""
     looked = ctypes.create_string_buffer(len(has_come))
     frames.look(was_preempted, has_come, ctypes.c_size_t(len(has_come)), looked)
     return [len(list(same)) for is_looked, same in groupby(looked.raw) if not is_looked]

@@ -1,4 +1,4 @@
-"""Batches of blocks between nodes: each block is somebody's only when its sum holds, whatever becomes of the others."""
+"""Batches of blocks between nodes: a block is published only if its checksum is right, whatever the others are."""
 
 import secrets
 import socket
@@ -88,7 +88,7 @@ def test_a_peer_that_dies_or_stalls_in_mid_batch_costs_what_has_not_come(pair, n
 
 @pytest.mark.parametrize(("hole", "asked"), [(0, 48), (20, 112), (100, NUM_KEYS)])
 def test_what_lies_behind_a_hole_is_not_brought_but_for_what_was_asked_already(hole, asked, monkeypatch):
-    monkeypatch.setattr(fetching, "_TURN_S", WAIT_S)  # on a busy machine nothing would be asked ahead
+    monkeypatch.setattr(fetching, "_TURN_S", WAIT_S)  # otherwise nothing would be requested ahead on a busy machine
     with nodes() as pair:
         keys = keys_of("b")
         for key in keys[:hole] + keys[hole + 1 :]:
@@ -121,7 +121,7 @@ def test_blocks_without_room_are_read_past_and_end_the_load():
 
 @contextmanager
 def answering(lengths: list[int], sums: list[bytes], tail: bytes, is_closed: bool = False) -> Iterator[Channel]:
-    """A channel to a node that announces these blocks, whatever it is asked, then sends these bytes."""
+    """A channel to a node that answers any request by announcing these blocks, and then sends the bytes `tail`."""
     near, far = tcp_pair()
 
     def answer() -> None:
@@ -191,7 +191,7 @@ def test_an_answer_of_other_than_was_asked_ends_the_connection(num_lengths):
 
 @pytest.fixture
 def called() -> Iterator[tuple[Agent, PeerLine]]:
-    """A node, and a line of another one that calls it."""
+    """A node, and a line of another node that calls it."""
     with running_agent(node_id="b", listen=("127.0.0.1", 0), secret=SECRET) as agent:
         address = Address("b", "127.0.0.1", agent.peer_port)
         line = PeerLine(address, Own("a", SECRET), Breaker(), Complaints())

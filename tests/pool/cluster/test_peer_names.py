@@ -1,4 +1,4 @@
-"""Peers by name: names that nobody knows, that are looked up for ever, and addresses of IPv6."""
+"""Peers by name: unknown names, lookups that never return, and IPv6 addresses."""
 
 import logging
 import socket
@@ -22,7 +22,7 @@ KNOWN = socket.getaddrinfo
 
 
 def names_are(monkeypatch: pytest.MonkeyPatch, answer) -> None:
-    """Lookups of names give what `answer` says; those of addresses what they are."""
+    """Resolves names to what `answer` returns, and addresses to themselves."""
 
     def look_up(host, *arguments, **options):
         return KNOWN(answer(host) if host.endswith(".example") else host, *arguments, **options)

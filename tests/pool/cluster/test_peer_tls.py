@@ -1,4 +1,4 @@
-"""Nodes that read from each other inside mutual TLS: who is let in, and what everybody else costs."""
+"""Nodes that read from each other over mutual TLS: which peers are accepted, and what refused ones cost."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ from tests.support.pool.node_tls import NodeFiles
 from tests.support.waiting import WAIT_S, soon, until
 
 HASHES = list(range(1, 25))
-LONG_MS = 60_000  # for a call whose answer does not depend on it
+LONG_MS = 60_000  # a timeout that no call here depends on
 NOWHERE = (Address("x", "127.0.0.1", 1),)
 
 
@@ -34,7 +34,7 @@ def files(tmp_path):
 
 @contextmanager
 def two(a_tls, b_tls):
-    """Nodes a and b of this process that know each other; `*_tls` may be None."""
+    """Two nodes, a and b, in this process that know each other; `*_tls` may be None."""
     common = {"listen": ("127.0.0.1", 0), "secret": SECRET, "peers": NOWHERE}
     with (
         running_agent(node_id="a", tls=a_tls, **common) as a,
@@ -63,7 +63,7 @@ def load_at(agent, hashes=HASHES, **option):
 
 
 def is_settled(agent):
-    """Whether what it saved and does not keep for itself was pushed, or cannot be; it has loaded nothing."""
+    """Whether every block that it saved for other homes was pushed or given up, if it has loaded none itself."""
     num_pushed = sum(count(agent, f"push_{end}") for end in ("done", "failed", "dropped"))
     return num_pushed == agent.node.pool("default").usage()["rcache_bytes"] // BLOCK_BYTES
 
@@ -95,7 +95,7 @@ def test_blocks_are_pushed_and_loaded_inside_tls(files):
 
 
 def bad_sides(files):
-    """What node b shows or trusts; None is nothing wrong."""
+    """a's TLS files, and b's by what is wrong with them."""
     other = make_authority("test CA")  # the same name, another key
     revoked = issue_node(files.authority, "revoked")
     good = files.config("a")
@@ -125,7 +125,7 @@ def test_only_nodes_of_the_ca_exchange_blocks(files, who, caplog):
 
 
 def test_an_expired_certificate_is_refused_by_both_ends(files):
-    """A node does not start with one; it may expire while it runs."""
+    """A node does not start with an expired certificate, but one may expire while it runs."""
     expired = issue_node(files.authority, "b", start_days=-20, num_days=10)
     good = MutualTls(files.config("a"))
     with pytest.raises(TlsError, match="expired"):
@@ -158,7 +158,7 @@ def test_a_caller_without_a_certificate_or_with_an_old_protocol_is_refused(files
 
 
 def shake_hands(ours, is_server, theirs):
-    """Our end's handshake with a context of the other side, in a thread; raises what our end does."""
+    """Performs our end's handshake with a peer that has the context `theirs`; raises what our end raises."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         there = socket.create_connection(listener.getsockname(), timeout=WAIT_S)
         here, _address = listener.accept()
@@ -245,7 +245,7 @@ def test_a_reload_while_blocks_travel_costs_none_and_counts_for_new_connections(
 
 @contextmanager
 def three(files):
-    """Nodes a, b and c of this process, the pairs of b and c, and the files of a."""
+    """Three nodes, a, b and c, in this process; the key pairs by name; and a's files."""
     pairs = {name: issue_node(files.authority, name) for name in "abc"}
     configs = {name: files.config(name, pair) for name, pair in pairs.items()}
     common = {"listen": ("127.0.0.1", 0), "secret": SECRET, "peers": NOWHERE}
@@ -258,7 +258,7 @@ def three(files):
 
 
 def num_called(agent):
-    """Connections of other nodes."""
+    """The number of connections that other nodes opened to `agent`."""
     return sum(isinstance(channel, TlsChannel) for channel in agent._sessions)
 
 
@@ -279,7 +279,7 @@ def test_a_reload_ends_the_connections_of_revoked_nodes_and_of_no_others(files, 
         files.revoke(a_files, pairs["b"])
         a.reload_tls()
         assert channels(a, "b") == [None, None], "as the one that called"
-        until(lambda: num_called(a) == num_sessions - 2)  # as the one that was called, for loads and for saves
+        until(lambda: num_called(a) == num_sessions - 2)  # connections that b opened to a, for loads and for saves
         assert channels(a, "c") + channels(c, "a") == kept
         assert "TLS files reloaded; 4 connections of revoked nodes ended" in caplog.text
         before = [count(a, name) for name in ("peer_reads", "peer_writes")]
@@ -290,7 +290,7 @@ def test_a_reload_ends_the_connections_of_revoked_nodes_and_of_no_others(files, 
 
 @pytest.mark.parametrize("is_called", [True, False])
 def test_a_node_that_is_revoked_while_hands_are_shaken_is_not_let_in(files, is_called, monkeypatch):
-    """The files are read again when a has accepted the certificate of b, and before a knows of the connection."""
+    """Node a reads its files again after it accepted b's certificate and before it registers the connection."""
     pair = issue_node(files.authority, "b")
     a_files = files.config("a")
     with two(a_files, files.config("b", pair)) as (a, b):

@@ -31,7 +31,7 @@ def cluster():
     with ExitStack() as stack:
         agents = []
         for i in range(3):
-            # a peer that nobody listens at makes the node join; the real ones are set below
+            # a peer at whose address nothing listens makes the node join the cluster; the real ones are set below
             changes = {
                 "node_id": f"n{i}",
                 "listen": ("127.0.0.1", 0),

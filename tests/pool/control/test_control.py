@@ -133,12 +133,12 @@ def test_state_survives_a_restart(tmp_path, clock):
 
 
 def heard_of(state, *node_ids) -> list[Orders]:
-    """What each node is told in answer to its heartbeat."""
+    """The orders with which the control plane answers each node's heartbeat."""
     return [state.heartbeat(node_id, Heartbeat(f"{node_id}:1", NodeStats(node_id, [], {}))) for node_id in node_ids]
 
 
 def beat_of(node_id: str, address: str = "10.0.0.1:1", pools: list[PoolStats] | None = None) -> dict[str, Any]:
-    """A heartbeat as a node sends it: body and headers."""
+    """The body and headers of a heartbeat, as a node sends it."""
     headers = {"Authorization": f"Bearer {node_token(SECRET)}", "Content-Type": "application/json"}
     beat = Heartbeat(address, NodeStats(node_id, pools or [], {}))
     return {"content": msgspec.json.encode(beat), "headers": headers}
@@ -176,7 +176,7 @@ def test_a_control_plane_that_was_away_tells_the_first_node_of_those_that_were_t
         clock.now_s, steady.now_s = clock.now_s + 60, steady.now_s + 60
         heard_of(state, "a", "b")
     clock.now_s += 3600
-    steady.now_s = 5.0  # another machine
+    steady.now_s = 5.0  # the control plane restarts on another machine, with another monotonic clock
     with closing(ControlState(tmp_path / "control.db", clock, steady)) as state:
         assert sorted(heard_of(state, "a")[0].members) == ["a", "b"]
         steady.now_s += 11
@@ -231,7 +231,7 @@ def test_a_node_is_told_once_what_to_evict(api, state):
 
 @pytest.fixture
 def served(clock):
-    """The control plane on a port, and its admin client."""
+    """An admin client of a control plane that listens on a port."""
     with closing(ControlState(":memory:", time.time)) as state, socket.create_server(("127.0.0.1", 0)) as sock:
         config = uvicorn.Config(build_app(state, TOKEN, SECRET), log_level="error", lifespan="off", ws="none")
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
@@ -274,7 +274,7 @@ def test_agents_follow_the_control_plane(served):
         assert cc.save(slots_of(*range(30)), list(range(50, 80)), [4] * 30).success == 30
         assert cc.exists(list(range(50, 80)), CcKvOption(read_local_only=True)) == 30
 
-        def blocks_after_eviction() -> int:  # those on their way to their home stay until they are there
+        def blocks_after_eviction() -> int:  # blocks stay until their push to the home node is done
             served.post("/v1/nodes/a/blocks:evict", json={"tenant": "team-a", "bytes": 1 << 30})
             assert a._control.beat()
             return a.node.pool("team-a").usage()["blocks"]

@@ -1,4 +1,4 @@
-"""A node's calls of the control plane: over TLS, with its token, bounded in time and size; problems are a line each."""
+"""A node's calls of the control plane: over TLS, with its token, bounded in time and size; a line per problem."""
 
 import logging
 import ssl
@@ -23,7 +23,7 @@ ORDERS = msgspec.json.encode(Orders([], [("t", 0, 1 << 20)], {}, [], []))
 
 
 class Answers:
-    """A server that gives one answer to everybody, and keeps what it was sent."""
+    """A server that gives the same answer to every request, and records the requests."""
 
     def __init__(self, status: int = 200, body: bytes = ORDERS, **headers: str) -> None:
         self.requests: list[tuple[str, dict[str, str]]] = []
@@ -42,7 +42,7 @@ class Answers:
             do_GET = do_POST
 
             def log_message(self, format: str, *args: object) -> None:
-                """Nothing."""
+                """Logs nothing."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
@@ -68,7 +68,7 @@ def linked(url: str):
 
 
 def complaint(url: str, caplog: pytest.LogCaptureFixture) -> str:
-    """What a heartbeat that fails leaves in the log."""
+    """The problem that the log names after two failed heartbeats."""
     with caplog.at_level(logging.WARNING, "kvloom.pool"), linked(url) as (node, control):
         assert not control.beat()
         assert not control.beat()
@@ -141,7 +141,7 @@ def test_an_answer_without_end_is_cut(monkeypatch, caplog):
 
 def test_one_that_is_silent_or_not_there_is_given_up(monkeypatch, caplog):
     monkeypatch.setattr(link, "_TIMEOUT_S", 0.1)
-    silent = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # nobody accepts
+    silent = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # accepts no connection
     with closing(silent.socket):
         assert complaint(f"http://127.0.0.1:{silent.server_address[1]}", caplog) == "timed out"
     caplog.clear()

@@ -1,4 +1,4 @@
-"""The control plane's table of nodes: whom it forgets."""
+"""The control plane's table of nodes: which nodes are forgotten, and when."""
 
 from contextlib import closing
 
@@ -8,7 +8,7 @@ from kvloom.pool.node import NodeStats
 
 
 def test_a_node_that_restarts_under_another_id_leaves_no_row():
-    """Without --node-id an agent draws one each time it starts; two cannot have one address."""
+    """Without --node-id an agent draws an id at each start. Two live nodes cannot have the same address."""
     now_s = [1000.0]
     with closing(ControlState(":memory:", lambda: now_s[0], lambda: now_s[0])) as state:
 
@@ -28,7 +28,7 @@ def test_a_node_that_restarts_under_another_id_leaves_no_row():
 
 
 def test_a_node_without_an_address_that_is_gone_for_an_hour_leaves_no_row():
-    """Nobody reaches its blocks, and under the id that it draws next nothing tells that it was this one."""
+    """Its blocks cannot be reached, and after a restart it has another id, by which it is not recognised."""
     now_s = [1000.0]
     with closing(ControlState(":memory:", lambda: now_s[0], lambda: now_s[0])) as state:
 

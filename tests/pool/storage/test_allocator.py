@@ -1,4 +1,4 @@
-"""The allocator of slots: what goes into a slab, when it serves another size, and random calls."""
+"""The allocator of slots: which slots a slab takes, when it serves another size, and random calls."""
 
 import pytest
 from hypothesis import settings
@@ -11,7 +11,7 @@ SLAB = 1 << 16
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Slots never overlap, whatever the order of sizes and frees, of slabs that come and go."""
+    """Slots never overlap, in any order of sizes and frees, while slabs come and go."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Memory of tenants: it follows use when models change, and guarantees and quotas when those change."""
+"""Memory of tenants: it follows use when models change, and limits when guarantees and quotas change."""
 
 from collections.abc import Iterable
 
@@ -19,7 +19,7 @@ def _each_kind_of_pool(request, monkeypatch):
 
 
 def fill(pool: Pool, numbers: Iterable[int], length: int) -> list[bytes]:
-    """Blocks of that length, saved one by one as sessions do, with room made ahead for the next."""
+    """Saves blocks of `length` bytes one by one as sessions do, with room made ahead for the next; returns their keys."""
     keys = []
     for number in numbers:
         keys.append(put(pool, number, length=length))
@@ -29,7 +29,7 @@ def fill(pool: Pool, numbers: Iterable[int], length: int) -> list[bytes]:
 
 
 def share_of(pool: Pool, keys: list[bytes], length: int) -> float:
-    """The part of the pool's memory that blocks of `keys` have."""
+    """The fraction of the pool's memory that the blocks of `keys` occupy."""
     return (len(keys) - len(pool.missing(keys))) * length / pool.usage()["quota_bytes"]
 
 
@@ -55,7 +55,7 @@ def test_two_models_share_memory_as_they_use_it(order):
     size = 32 * SLAB
     pool = new_pool(size, order)
     small, large = [], []
-    for turn in range(3 * size // (4 * 16384)):  # 3 of 4 bytes saved are of the large blocks
+    for turn in range(3 * size // (4 * 16384)):  # 3 of 4 saved bytes belong to large blocks
         small += fill(pool, [turn * 4 + n for n in range(4)], 4096)
         large += fill(pool, [10**6 + turn * 3 + n for n in range(3)], 16384)
     assert 0.65 < share_of(pool, large, 16384) < 0.85

@@ -1,4 +1,4 @@
-"""Copies of saves and loads: each instruction set moves the same bytes, and the sum is that of the copy."""
+"""Copies of saves and loads: every instruction set moves the same bytes, and the checksum is that of the copy."""
 
 import ctypes
 from pathlib import Path

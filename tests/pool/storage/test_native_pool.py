@@ -1,4 +1,4 @@
-"""The pool in C++ answers as the one in Python does, whatever is asked of it, and in whatever order."""
+"""The pool in C++ gives the same answers as the one in Python, to any calls in any order."""
 
 import os
 import subprocess
@@ -47,14 +47,14 @@ def both(is_lru: bool, total: int = TOTAL) -> tuple[TenantPool, NativePool]:
 
 
 def named(found: object) -> object:
-    """What a key met, without where it lies."""
+    """The result for a key, without its place in memory."""
     if isinstance(found, NoRoom):
         return found.status
     return ("memory" if isinstance(found, Reservation) else "block", found.key, found.length, found.is_rcache)
 
 
 class SideBySideMachine(RuleBasedStateMachine):
-    """Both pools go through the same; what they say, keep, forget and count is the same after each step."""
+    """Both pools get the same calls; their answers, contents, evictions and counts agree after each step."""
 
     @initialize(is_lru=st.booleans())
     def open(self, is_lru: bool) -> None:
@@ -64,7 +64,7 @@ class SideBySideMachine(RuleBasedStateMachine):
         self.limit = TOTAL
 
     def ask(self, call: Any) -> Any:
-        """The answer of both, which must be one."""
+        """The pools' answer, which must be the same."""
         python, native = (call(pool) for pool in self.pools)
         assert python == native
         return python
@@ -153,7 +153,7 @@ class SideBySideMachine(RuleBasedStateMachine):
         is_held=st.booleans(),
     )
     def arrive(self, keys, lengths, parents, damaged, is_copy, is_held) -> None:
-        """Blocks of another node. damaged: those of which other bytes come; None: the connection breaks."""
+        """Blocks arrive from another node. damaged: indices of blocks with wrong bytes; None: the connection breaks."""
         lengths, data = lengths[: len(keys)], [bytes([key[0]]) * n for key, n in zip(keys, lengths, strict=False)]
         sums, before = list(map(xxhash.xxh3_128_digest, data)), b"".join(parents or [])[: 32 * len(keys)]
         arrivals = [pool.arrive(Announced(keys, lengths, b"".join(sums), before, is_copy)) for pool in self.pools]
@@ -206,7 +206,7 @@ class SideBySideMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 9))
     def damage(self, number) -> None:
-        """A byte of a pinned block changes by itself."""
+        """A byte of a pinned block changes in memory."""
         said = []
         for pool, pins in zip(self.pools, self.pins, strict=True):
             blocks = [block for each in pins for block in each]
@@ -251,7 +251,7 @@ TestSideBySide = SideBySideMachine.TestCase
 
 
 def test_a_table_finds_all_that_it_was_given():
-    """Buckets are split one by one as blocks come: none of them loses one, and none is found that has gone."""
+    """Buckets are split one by one as blocks are added: no block is lost, and no evicted one is found."""
     _python, native = both(is_lru=False, total=1 << 24)
     keys = [number.to_bytes(32, "big") for number in range(3000)]
     for start in range(0, 3000, 500):
@@ -281,7 +281,7 @@ def test_the_libraries_are_clean_under_the_compilers_sanitizers(runtime, kinds, 
     if not Path(library).is_absolute():
         pytest.skip(f"the compiler has no lib{runtime}")
     script = f'#!/bin/sh\nexec c++ -g1 -fsanitize={kinds} -fno-sanitize-recover=all -Werror "$@" -O0\n'
-    names = [each.path().name.encode() for each in (BLOCKS, INDEX, STREAM)]  # which change with the sources
+    names = [each.path().name.encode() for each in (BLOCKS, INDEX, STREAM)]  # these change with the sources
     cache = kept([script.encode(), *names], "cache", lambda folder: lay_compiler(folder, script))
     monkeypatch.setenv("CXX", str(cache / "c++"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))

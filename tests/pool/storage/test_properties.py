@@ -1,4 +1,4 @@
-"""Eviction, budget and homes under random calls, with their own `check()` after each."""
+"""Eviction, budget and homes under random calls, each followed by their own `check()`."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from kvloom.pool.storage.evict import Classes, Lru, Order, S3Fifo
 
 
 class EvictMachine(RuleBasedStateMachine):
-    """Every key that was added is in until removed; a victim is never a kept key, and there is one if any may go."""
+    """Every added key stays until it is removed; a victim is never a kept key, and exists if any key may be evicted."""
 
     new_order: Callable[[], Order] = S3Fifo
 
@@ -142,7 +142,7 @@ def test_a_key_that_had_its_time_in_the_main_queue_comes_back_as_a_new_one():
 
 
 def gone_from(order: S3Fifo) -> list[bytes]:
-    """A hundred keys that went unused; four thousand that were used stay."""
+    """Adds 100 keys that are evicted unused, and 4,000 that are used and stay; returns the first."""
     keys = [n.to_bytes(2, "big") for n in range(4100)]
     for key in keys:
         order.add(key)
@@ -155,7 +155,7 @@ def gone_from(order: S3Fifo) -> list[bytes]:
 
 
 def left_of(order: S3Fifo, news: int) -> int:
-    """How many of as many new keys are in when each has pushed out another."""
+    """How many of `news` new keys are left after each addition evicted one key."""
     new = [b"new%d" % n for n in range(news)]
     for key in new:
         order.add(key)
@@ -180,7 +180,7 @@ def test_new_keys_have_less_room_again_when_those_are_missed_that_were_used():
     for key in gone_from(order):
         order.missed(key, 64)
     for key in (b"used%d" % n for n in range(20)):
-        for _ in range(2):  # the second time it is of the main queue
+        for _ in range(2):  # the second time, the key goes into the main queue
             order.add(key)
             order.remove(key)
         order.missed(key, 64)
@@ -262,7 +262,7 @@ def test_guarantees_are_kept_for_their_tenants():
 
 
 class BudgetMachine(RuleBasedStateMachine):
-    """When all have given back what `excess` says, each can have its guarantee, and nobody is over its quota."""
+    """When tenants have given back what `excess` says, each can have its guarantee, and none is over its quota."""
 
     names = st.sampled_from("abcd")
     sizes = st.integers(0, 120).map(lambda n: n * PAGE_BYTES)
@@ -365,7 +365,7 @@ def test_a_key_of_the_main_queue_goes_once_its_uses_are_used_up():
 def test_a_newcomer_is_given_time_to_be_used():
     queue = S3Fifo()
     known = [bytes([n]) for n in range(20)]
-    for key in known:  # each comes back, and so is of the main queue
+    for key in known:  # each comes back, and therefore goes into the main queue
         queue.add(key)
         queue.remove(key)
         queue.add(key)

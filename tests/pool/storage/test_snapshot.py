@@ -1,4 +1,4 @@
-"""Snapshots: what an agent had when it ended in good order is there after its next start; damage costs blocks."""
+"""Snapshots: an agent that ended normally has its blocks again after its next start; damage costs only blocks."""
 
 import json
 import os
@@ -21,7 +21,7 @@ HASHES = list(range(1, 13))
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
-    """The folder of an agent that had the blocks of HASHES when it ended."""
+    """The snapshot folder of an agent that held the blocks of HASHES when it ended."""
     oracle = Oracle()
     with running_agent(snapshot_dir=tmp_path / "kept") as agent, session(agent.config.socket, oracle.kv) as cc:
         assert oracle.save(cc, HASHES) == len(HASHES)
@@ -29,7 +29,7 @@ def saved(tmp_path) -> Path:
 
 
 def blocks_after(folder: Path, **changes: object) -> int:
-    """Blocks of the prefix that the next agent loads, all bytes compared."""
+    """The number of prefix blocks that the next agent loads; their bytes are compared."""
     oracle = Oracle()
     with running_agent(snapshot_dir=folder, **changes) as agent, session(agent.config.socket, oracle.kv) as cc:
         until(lambda: not list(folder.glob("*.ems")))
@@ -128,7 +128,7 @@ def test_huge_pages_or_ordinary_ones_hold_the_same_bytes():
 
 
 def provided(memory: SharedMemory) -> int:
-    """Bytes that the kernel has provided."""
+    """Bytes of memory that the kernel has allocated."""
     return os.fstat(memory.fd).st_blocks * 512
 
 
@@ -147,7 +147,7 @@ def test_memory_that_is_provided_ahead_keeps_its_bytes_and_is_no_more_than_was_a
 
 
 def huge_pages_of(memory: SharedMemory) -> int:
-    """Bytes of the mapping that lie in huge pages."""
+    """Bytes of the mapping in huge pages."""
     start = f"{address_of(memory.data):x}-"
     lines = Path("/proc/self/smaps").read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith(start))

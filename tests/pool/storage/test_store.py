@@ -1,4 +1,4 @@
-"""A tenant's store by random calls: the index, its memory, pins and chains, whatever order the calls come in."""
+"""A tenant's store under random calls in any order: its index, memory, pins and chains."""
 
 import threading
 
@@ -23,13 +23,13 @@ def _each_kind_of_pool(request, monkeypatch):
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """What is found has the bytes that were published; what is pinned keeps them; a chain is cut from its end."""
+    """Found blocks have the bytes that were published; pinned ones keep them; a chain is evicted from its end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = new_pool()
         self.truth: dict[bytes, bytes] = {}
-        self.refused: set[bytes] = set()  # found no room when they were last written
+        self.refused: set[bytes] = set()  # keys whose last write found no room
         self.pinned: list[Block] = []
         self.reserved: list[Reservation] = []
 
@@ -166,7 +166,7 @@ def test_a_scan_does_not_push_out_what_is_used():
 
 
 def put_batch(pool: Pool, numbers: range) -> list[Block]:
-    """Blocks of 8 KiB, pinned."""
+    """Stores blocks of 8 KiB in one batch, and leaves them pinned."""
     found = pool.begin_all(
         [number.to_bytes(32, "big") for number in numbers], [8192] * len(numbers), [False] * len(numbers)
     )
@@ -219,7 +219,7 @@ def test_a_full_pool_changes_to_other_sizes():
 
 
 def put_copy(pool: Pool, number: int) -> bytes:
-    """A block of 8 KiB whose home is another node."""
+    """Stores a copy of an 8 KiB block whose home is another node; returns its key."""
     key = number.to_bytes(32, "big")
     begun = pool.begin(key, 8192, is_rcache=True)
     assert isinstance(begun, Reservation)
@@ -242,7 +242,7 @@ def test_copies_beyond_their_share_of_the_quota_push_out_copies_alone():
 def test_a_copy_finds_no_room_while_the_copies_of_its_share_are_read():
     pool = new_pool()
     copies = [put_copy(pool, number) for number in range(8)]
-    own = [put(pool, number) for number in range(100, 124)]  # the rest of the pool: no memory is without use
+    own = [put(pool, number) for number in range(100, 124)]  # fills the rest of the pool, so that no memory is unused
     reading = pool.pin_prefix(copies)
     assert pool.begin(bytes(32), 8192, is_rcache=True) == reading[0]
     assert pool.begin(bytes([1] * 32), 8192, is_rcache=True) == NoRoom(Status.NO_ROOM)
@@ -252,7 +252,7 @@ def test_a_copy_finds_no_room_while_the_copies_of_its_share_are_read():
 
 
 def test_of_two_writers_of_one_key_the_first_to_publish_stays():
-    """Both were given room before either was done; the bytes that are read are the first's, whole."""
+    """Both reserved memory before either published. Readers get the bytes of the first to publish, whole."""
     pool = new_pool()
     key = bytes(32)
     first, second = pool.begin(key, 8192), pool.begin(key, 8192)
@@ -274,7 +274,7 @@ def test_of_two_writers_of_one_key_the_first_to_publish_stays():
 
 def test_memory_whose_bytes_changed_is_not_used_again():
     pool = new_pool()
-    (damaged,) = pool.pin_prefix([put(pool, 0)])  # its checksum is not that of its bytes
+    (damaged,) = pool.pin_prefix([put(pool, 0)])  # its bytes do not match its checksum
     assert pool.distrust(damaged)
     pool.unpin([damaged])
     for number in range(40):
