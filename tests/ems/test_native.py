@@ -21,6 +21,7 @@ from ems.native.tensors import NativeHostTensors, native_tensors
 from ems.runs import SKIPPED, Areas, Block, Blocks
 from ems.tensors import Tensor, as_tensor
 from tests.support.compiling import runs_for_two
+from tests.support.homeless import lose_home
 
 NUM_BLOCKS, WIDTHS = 6, (3, 8, 1)  # tensors of three token sizes, in two layer groups
 BLOCK_SIZES, GROUP_OF = (4, 4, 2), [0, 0, 1]
@@ -133,6 +134,14 @@ def test_without_a_compiler_blocks_move_through_python_and_the_log_says_so_once(
         assert [library.load(broken, lambda _library: None) for _ in range(2)] == [None, None]
     (said,) = caplog.messages
     assert said == "broken is not used, blocks move through Python, which is slower: there is no C++ compiler"
+
+
+def test_without_a_home_blocks_move_through_python_too(tmp_path, monkeypatch, caplog):
+    lose_home(monkeypatch)
+    kept_nowhere = Library("homeless", tmp_path)
+    assert library.is_to_be_compiled(kept_nowhere)
+    assert library.load(kept_nowhere, lambda _library: None) is None
+    assert caplog.messages[0].endswith(": ~/.cache: this user has no home folder: set HOME or XDG_CACHE_HOME")
 
 
 def test_what_does_not_compile_is_told_in_one_line(tmp_path, monkeypatch):

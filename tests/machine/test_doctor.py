@@ -12,6 +12,7 @@ from kvloom.machine.facts import BASE, EXTRAS, Facts, read_facts
 from kvloom.machine.findings import choose, findings, lines
 from kvloom.rank.kernels.build import ISAS
 from tests.support.commands import run_cli
+from tests.support.homeless import lose_home
 
 GIB = 1 << 30
 AVX512 = ISAS["avx512"][1]
@@ -116,6 +117,13 @@ def test_a_machine_that_tells_nothing_is_read_all_the_same(tmp_path):
 def test_a_mistake_of_the_cache_is_a_fact(root):
     facts = read_facts(root, {"KVLOOM_WEIGHT_CACHE_GB": "much"})
     assert "KVLOOM_WEIGHT_CACHE_GB" in facts.cache_problem
+
+
+def test_a_user_without_a_home_is_a_fact(root, monkeypatch):
+    lose_home(monkeypatch)
+    facts = read_facts(root, {})
+    assert facts.cache_problem == "~/.cache: this user has no home folder: set HOME or XDG_CACHE_HOME"
+    assert facts.demo_model == ""
 
 
 # -- judging

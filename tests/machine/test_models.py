@@ -11,6 +11,7 @@ from kvloom.checkpoints.demo_models import HubModel
 from kvloom.contract.errors import ModelError
 from kvloom.machine.cli import models
 from kvloom.server.run.adopt import adopt
+from tests.support.homeless import lose_home
 from tests.support.models.checkpoints import save, tiny_model
 
 
@@ -19,8 +20,8 @@ def folder(tmp_path, monkeypatch):
     """A model of the user's own, and a demo model that is not fetched."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     demo = HubModel((("demo==1.0", "demo.gguf"),), "demo.gguf", "0" * 64, 3 << 20, "Apache-2.0")
-    monkeypatch.setattr(demo_models, "MODELS", {"demo": demo})
     monkeypatch.setattr("kvloom.machine.models.MODELS", {"demo": demo})
+    monkeypatch.setattr(demo_models, "MODELS", {"demo": demo})
     folder = tmp_path / "mine"
     save(tiny_model("gemma3"), folder)
     Tokenizer(BPE({"a": 0, "b": 1}, [])).save(str(folder / "tokenizer.json"))
@@ -53,6 +54,18 @@ def test_the_table_says_how_to_fetch_what_is_not_here(folder, capsys):
     assert demo.split()[0] == "demo"
     assert demo.endswith("not fetched: kvloom pull demo")
     assert mine.split()[:4] == ["mine", "gemma3", "safetensors", "F32"]
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    lose_home(monkeypatch)
+    with pytest.raises(ModelError, match=r"^~/\.cache: this user has no home folder: set HOME or XDG_CACHE_HOME$"):
+        models()
+
+
+@pytest.mark.parametrize("find", [adopt, demo_models.find_model])
+def test_the_home_of_a_user_who_is_none_holds_no_model(find, folder):
+    with pytest.raises(ModelError, match="'~nobody-of-that-name/model'"):
+        find("~nobody-of-that-name/model")
 
 
 def test_what_can_no_longer_be_served_is_listed_with_its_reason(folder, capsys):

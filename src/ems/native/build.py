@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ems.common.folders import cache_folder
+
 HERE = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra")
 _COMPILE_S = 120
@@ -38,7 +40,10 @@ class Library:
     @property
     def is_there(self) -> bool:
         """Whether `path` would compile nothing."""
-        return self.prebuilt.exists() or self._kept().exists()
+        try:
+            return self.prebuilt.exists() or self._kept().exists()
+        except BuildError:
+            return False
 
     def path(self) -> Path:
         """The library's path; compiles it if needed. Raises BuildError."""
@@ -53,7 +58,12 @@ class Library:
         return path
 
     def _kept(self) -> Path:
-        return _cache() / f"{self.name}_{platform.machine()}-{self._digest()}.so"
+        """Its path in the user's cache. Raises BuildError for a user without one."""
+        try:
+            folder = cache_folder() / "ems"
+        except OSError as error:
+            raise BuildError(f"{error.filename}: {error.strerror}") from None
+        return folder / f"{self.name}_{platform.machine()}-{self._digest()}.so"
 
     def compile(self, path: Path, extra_flags: tuple[str, ...] = ()) -> None:
         """Compile it to `path`, whole or not at all, so that two builds at once do not collide. Raises BuildError."""
@@ -97,10 +107,6 @@ def compile_once(path: Path, name: str, compile: Callable[[Path], None]) -> None
 
 def _unwritable(path: Path, error: Exception) -> BuildError:
     return BuildError(f"compiling into {path.parent} failed: {error}")
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvloom" / "ems"
 
 
 BLOCKS = Library("libems_blocks", HERE / "sdk")

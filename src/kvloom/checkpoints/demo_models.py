@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ems.common import folders
 from kvloom.contract.errors import ModelError
 
 Progress = Callable[[int, int], None]  # (done_bytes, total_bytes)
@@ -56,9 +57,11 @@ MODELS = {
 
 
 def cache_folder() -> Path:
-    """The folder of models: $XDG_CACHE_HOME/kvloom/models, by default below ~/.cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "kvloom" / "models"
+    """The folder of models: $XDG_CACHE_HOME/kvloom/models, by default below ~/.cache. Raises ModelError."""
+    try:
+        return folders.cache_folder() / "models"
+    except OSError as error:
+        raise ModelError(f"{error.filename}: {error.strerror}") from None
 
 
 def pulled(name: str) -> Path | None:
@@ -92,7 +95,7 @@ def pull(name: str, progress: Progress | None = None) -> Path:
 
 def find_model(name_or_path: str) -> Path:
     """The path of a model folder, a .gguf file, or a model by its name. Raises ModelError saying what to do."""
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))
     if path.is_dir() or path.is_file():
         return path
     if name_or_path in MODELS:

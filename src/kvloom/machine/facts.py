@@ -9,7 +9,8 @@ from importlib import metadata
 from pathlib import Path
 
 from kvloom.checkpoints.demo_models import MODELS, pulled
-from kvloom.contract.errors import UserError
+from kvloom.contract.errors import ModelError, UserError
+from kvloom.mistakes import problem_of
 from kvloom.rank.kernels import build
 from kvloom.rank.kernels.kept import kept_weights
 
@@ -94,17 +95,24 @@ def read_facts(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) 
         cache_problem=problem,
         cache_bytes=cache_bytes,
         disk_free_bytes=free,
-        demo_model=next((str(path) for name in MODELS if (path := pulled(name)) is not None), ""),
+        demo_model=_demo_model(),
         packages=_versions((*BASE, *EXTRAS)),
     )
+
+
+def _demo_model() -> str:
+    try:
+        return next((str(path) for name in MODELS if (path := pulled(name)) is not None), "")
+    except ModelError:
+        return ""
 
 
 def _cache(environ: Mapping[str, str]) -> tuple[str, str, int, int]:
     """Folder of packed weights, its problem, its bytes, and its disk's free bytes."""
     try:
         kept = kept_weights(environ)
-    except UserError as error:
-        return "", str(error), 0, 0
+    except (UserError, OSError) as error:
+        return "", problem_of(error) or str(error), 0, 0
     if kept is None:
         return "", "", 0, 0
     there = next(folder for folder in (kept.folder, *kept.folder.parents) if folder.exists())

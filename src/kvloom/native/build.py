@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from ems.common.folders import cache_folder
 from ems.native.build import compile_once
 
 
@@ -61,11 +62,11 @@ class NativeLibrary:
         return sorted(self.package.glob(self.sources))
 
     def path(self) -> Path:
-        """The library's path; compiles it if needed. Raises BuildError."""
+        """The library's path; compiles it if needed. Raises BuildError, OSError."""
         prebuilt = self.package / self.prebuilt
         if prebuilt.exists():
             return prebuilt
-        path = _cache() / "kvloom" / self.name / self._digest() / self.soname
+        path = cache_folder() / self.name / self._digest() / self.soname
         if not path.exists():
             compile_once(path, self.name, self.compile)
         return path
@@ -106,7 +107,3 @@ class NativeLibrary:
         for source in sorted([*folder.iterdir(), *self.include.rglob("*.h")]):
             digest.update(source.read_bytes())
         return digest.hexdigest()[:16]
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

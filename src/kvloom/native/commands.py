@@ -27,7 +27,7 @@ def print_flags(files: Development, cflags: bool, libs: bool) -> None:
 
 def print_installed(files: Development, prefix: Path, destdir: Path | None) -> None:
     """Install the library, and print the files written."""
-    for path in _install(files, prefix.expanduser().absolute(), destdir):
+    for path in _install(files, Path(os.path.expanduser(prefix)).absolute(), destdir):
         print(path)
 
 

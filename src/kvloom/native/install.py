@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from ems.common.folders import data_folder
 from kvloom.native.build import NativeLibrary
 
 _SYSTEM_PREFIX = Path("/usr")  # searched by the loader without further flags
@@ -38,9 +39,11 @@ class Development:
     programs: Callable[[], Mapping[str, str]] = _no_programs  # path below the prefix -> text of a script
 
     def data_prefix(self, environ: Mapping[str, str]) -> Path:
-        """The prefix of --cflags and --libs: the user's data, which outlives caches and virtual environments."""
-        data = environ.get("XDG_DATA_HOME")
-        return (Path(data) if data else Path.home() / ".local" / "share") / "kvloom" / self.library.name
+        """The prefix of --cflags and --libs: the user's data, which outlives caches and virtual environments.
+
+        Raises OSError for a user without a home.
+        """
+        return data_folder(environ) / self.library.name
 
     def install(self, prefix: Path, destdir: Path | None = None) -> list[Path]:
         """Install everything. Returns the files written, `destdir` included.

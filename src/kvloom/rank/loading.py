@@ -135,7 +135,11 @@ def _open_kernels(
 
 def _packed(config: EngineConfig, checkpoint: Checkpoint) -> Packed | None:
     """The cache of packed weights. Raises BadRequest."""
-    kept = kept_weights(os.environ, config.weight_cache)
+    try:
+        kept = kept_weights(os.environ, config.weight_cache)
+    except OSError as error:
+        log.warning("packed weights are not kept: %s: %s", error.filename, error.strerror)
+        return None
     return None if kept is None else Packed(kept, checkpoint.path, checkpoint.stamp)
 
 

@@ -11,6 +11,7 @@ from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels import build
 from kvloom.rank.loading import open_runner
 from tests.support.compiling import runs_for_two
+from tests.support.homeless import lose_home
 from tests.support.models.checkpoints import save, tiny_model
 
 
@@ -24,6 +25,18 @@ def cache(tmp_path, monkeypatch):
 
 def test_a_prebuilt_library_of_these_sources_is_taken(cache, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "lib")
+    path = tmp_path / "lib" / build.file_name("portable")
+    path.parent.mkdir()
+    path.touch()
+    assert build.library("portable") == path
+
+
+def test_a_user_without_a_home_takes_a_prebuilt_library_and_compiles_none(cache, tmp_path, monkeypatch):
+    lose_home(monkeypatch)
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "lib")
+    assert build.found("portable") is None
+    with pytest.raises(ModelError, match=r"are not compiled: ~/\.cache: this user has no home folder: set HOME"):
+        build.library("portable")
     path = tmp_path / "lib" / build.file_name("portable")
     path.parent.mkdir()
     path.touch()

@@ -10,9 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.checkpoints.fingerprint import fingerprint
+from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
-from kvloom.rank.kernels import kept
+from kvloom.rank.kernels import build, kept
 from kvloom.rank.kernels.kept import DATA_OFFSET, KeptWeights, Key, kept_weights, parts_of
+from kvloom.rank.loading import open_runner
+from tests.support.homeless import lose_home
+from tests.support.models.checkpoints import save, tiny_model
 
 GB = 10**9
 KEY = Key("f" * 64, "w8a8", "avx2", "recipe", 2)
@@ -314,6 +318,16 @@ def test_where_weights_are_kept(environ, given, folder):
 @pytest.mark.parametrize(("environ", "given"), [({"KVLOOM_WEIGHT_CACHE": "off"}, ""), ({}, "off")])
 def test_keeping_can_be_turned_off(environ, given):
     assert kept_weights(environ, given) is None
+
+
+def test_for_a_user_without_a_home_weights_are_not_kept(tmp_path, monkeypatch, caplog):
+    library = build.library()
+    monkeypatch.setattr(build, "library", lambda _isa: library)
+    lose_home(monkeypatch)
+    save(tiny_model("llama"), tmp_path)
+    open_runner(EngineConfig(model=str(tmp_path), num_blocks=8), [], lambda _done, _total: None)
+    told = "packed weights are not kept: ~/.cache: this user has no home folder: set HOME or XDG_CACHE_HOME"
+    assert told in caplog.messages
 
 
 def test_how_much_is_kept():

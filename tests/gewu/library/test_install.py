@@ -10,8 +10,10 @@ import pytest
 
 from kvloom.gewu.build import INCLUDE, LIBRARY, SONAME
 from kvloom.native.build import NativeLibrary
+from kvloom.native.install import Development
 from tests.support.compiling import cache_with, runs_for_two
 from tests.support.gewu.daemons import DaemonProcess, run_program
+from tests.support.homeless import lose_home
 
 CHAT = Path(__file__).parents[3] / "examples" / "gewu" / "chat.c"
 LAID = {
@@ -115,3 +117,9 @@ def test_what_cannot_be_installed_is_said_in_one_line(environ, tmp_path):
         assert done.returncode == 1
         assert done.stderr.count("\n") == 1
         assert said in done.stderr
+
+
+def test_a_user_without_a_home_is_told_which_variable_names_the_data(monkeypatch):
+    lose_home(monkeypatch)
+    with pytest.raises(OSError, match=r"this user has no home folder: set HOME or XDG_DATA_HOME: '~/\.local/share'"):
+        Development(LIBRARY, "qos", "").data_prefix(os.environ)

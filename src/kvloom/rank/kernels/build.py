@@ -1,5 +1,6 @@
 """The CPU kernels' library: shipped in the wheel, or compiled once into the user's cache."""
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ems.common.folders import cache_folder
 from ems.native.build import compile_once
 from kvloom.contract.errors import ModelError
 
@@ -75,7 +77,11 @@ def library(isa: str | None = None) -> Path:
 def found(isa: str) -> Path | None:
     """The existing library for `isa`, from the wheel or compiled before; None when it must be compiled."""
     name = file_name(isa)
-    return next((path for path in (PREBUILT / name, _cache_root() / name) if path.exists()), None)
+    if (path := PREBUILT / name).exists():
+        return path
+    with contextlib.suppress(ModelError):
+        path = _cache_root() / name
+    return path if path.exists() else None
 
 
 def _library(isa: str) -> str:
@@ -150,5 +156,8 @@ def find_compiler() -> str | None:
 
 
 def _cache_root() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "kvloom" / "kernels"
+    """The folder of what was compiled here. Raises ModelError for a user without a cache."""
+    try:
+        return cache_folder() / "kernels"
+    except OSError as error:
+        raise ModelError(f"the CPU kernels are not compiled: {error.filename}: {error.strerror}") from None

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from ems.common.folders import cache_folder
 from kvloom.checkpoints.fingerprint import fingerprint, identity
 from kvloom.contract.errors import BadRequest
 
@@ -212,7 +213,10 @@ class KeptWeights:
 
 
 def kept_weights(environ: Mapping[str, str], given: str = "") -> KeptWeights | None:
-    """The cache that `given` (a folder, or "off"), else the environment, names; None = off. Raises BadRequest."""
+    """The cache that `given` (a folder, or "off"), else the environment, names; None = off.
+
+    Raises BadRequest; OSError for a user without a cache.
+    """
     folder = given or environ.get(FOLDER_VARIABLE, "")
     if folder == OFF:
         return None
@@ -223,9 +227,8 @@ def kept_weights(environ: Mapping[str, str], given: str = "") -> KeptWeights | N
         num_gb = -1.0
     if not 0 < num_gb < 1e9:
         raise BadRequest(SIZE_VARIABLE, f"must be a number of gigabytes above 0, got {text!r}")
-    root = environ.get("XDG_CACHE_HOME")
-    base = Path(root) if root else Path.home() / ".cache"
-    return KeptWeights(Path(folder).expanduser() if folder else base / "kvloom" / "packed", int(num_gb * 1e9))
+    place = Path(os.path.expanduser(folder)) if folder else cache_folder(environ) / "packed"
+    return KeptWeights(place, int(num_gb * 1e9))
 
 
 def _is_own(found: os.stat_result) -> bool:

@@ -1,5 +1,6 @@
 """`kvloom pull PATH`: checks a user's own model and lists it by name."""
 
+import os
 from pathlib import Path
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
@@ -14,7 +15,7 @@ def adopt(wanted: str) -> str:
         raise ModelError(
             f"{wanted} is a URL, and nothing here verifies what it gives; fetch the file, then pull its path"
         )
-    path = Path(wanted).expanduser()
+    path = Path(os.path.expanduser(wanted))
     if not path.exists():
         raise ModelError(f"no model is named {wanted!r}; known are {', '.join(MODELS)}, or the path of a model")
     open_checkpoint(path)

@@ -70,7 +70,7 @@ def resolve_model(model: dict[str, Any], may_fetch: bool = True) -> None:
     name = model["model"]
     if name in MODELS:
         model.setdefault("name", name)
-    if is_pipeline(folder := Path(name).expanduser()):
+    if is_pipeline(folder := Path(os.path.expanduser(name))):
         check(folder)
         model.update(model=str(folder), makes_pictures=True)
         return
