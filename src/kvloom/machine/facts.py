@@ -3,13 +3,14 @@
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
 from kvloom.checkpoints.demo_models import MODELS, pulled
 from kvloom.contract.errors import ModelError, UserError
+from kvloom.limits import control_groups, memory_limit
 from kvloom.mistakes import problem_of
 from kvloom.rank.kernels import build
 from kvloom.rank.kernels.kept import kept_weights
@@ -22,7 +23,6 @@ EXTRAS = (
     *("torch", "diffusers", "valkey", "mooncake-transfer-engine-non-cuda", "opentelemetry-sdk", "pyarrow"),
     "matplotlib",
 )
-_UNLIMITED_BYTES = 1 << 60  # control groups of version 1 say "no limit" with a huge number
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def read_facts(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) 
     meminfo = _pairs(_text(root / "proc/meminfo"))
     cpuinfo = _pairs(_text(root / "proc/cpuinfo").partition("\n\n")[0])
     flags = build.cpu_flags(root / "proc/cpuinfo")
-    limit, used = _memory_limit(root / "sys/fs/cgroup", root / "proc/self/cgroup")
+    limit, used = memory_limit(root)
     cache, problem, cache_bytes, free = _cache(environ)
     return Facts(
         version=_versions(("kvloom",)).get("kvloom", ""),
@@ -77,7 +77,7 @@ def read_facts(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) 
         is_virtual="hypervisor" in flags,
         num_cores=_text(root / "proc/cpuinfo").count("processor\t"),
         num_usable=len(os.sched_getaffinity(0)),
-        quota_cores=_quota(root / "sys/fs/cgroup", root / "proc/self/cgroup"),
+        quota_cores=_quota(root),
         load=float((_text(root / "proc/loadavg").split() or ["0"])[0]),
         governor=_text(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").strip(),
         memory_bytes=_kib(meminfo, "MemTotal"),
@@ -134,43 +134,16 @@ def _versions(names: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def _quota(root: Path, membership: Path) -> float | None:
+def _quota(root: Path) -> float | None:
     """Cores that the control group (version 2 or 1) may use; the smallest quota of it and its parents."""
     found = []
-    for group in _groups(root, membership):
+    for group in control_groups(root, ""):
         limit, _, period = _text(group / "cpu.max").partition(" ")
         found.append((limit, period))
-    for group in _groups(root / "cpu", membership):
+    for group in control_groups(root, "cpu"):
         found.append((_text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")))
     cores = [int(limit) / int(period) for limit, period in found if limit.strip().isdigit() and int(period or 0)]
     return min(cores, default=None)
-
-
-def _memory_limit(root: Path, membership: Path) -> tuple[int | None, int]:
-    """Limit and use of the control group (version 2 or 1), or of the parent with the tightest limit."""
-    found = []
-    for group in _groups(root, membership):
-        found.append((_text(group / "memory.max"), _text(group / "memory.current")))
-    for group in _groups(root / "memory", membership):
-        found.append((_text(group / "memory.limit_in_bytes"), _text(group / "memory.usage_in_bytes")))
-    limits = [
-        (int(limit), int(used or 0))
-        for limit, used in found
-        if limit.strip().isdigit() and int(limit) < _UNLIMITED_BYTES
-    ]
-    return min(limits, key=lambda pair: pair[0] - pair[1], default=(None, 0))
-
-
-def _groups(root: Path, membership: Path) -> Iterator[Path]:
-    """Folders of this process's control group and of its parents, as far as they are mounted below `root`."""
-    seen = set()
-    for line in _text(membership).splitlines():
-        inner = root / line.split(":", 2)[2].lstrip("/")
-        for group in (inner, *inner.parents):
-            if group in seen or not group.is_relative_to(root):
-                continue
-            seen.add(group)
-            yield group
 
 
 def _text(path: Path) -> str:

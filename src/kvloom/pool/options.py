@@ -1,6 +1,5 @@
 """The command line of the node agent: its options, and the AgentConfig they make."""
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from ems.common.sockets import serving_path
+from kvloom.limits import memory_limits
 from kvloom.net.sites import checked_hosts
 from kvloom.pool.cluster.tls_options import tls_from
 from kvloom.pool.config import (
@@ -27,16 +27,12 @@ from kvloom.pool.storage.evict import ORDERS
 from kvloom.reading import read_text
 
 T = TypeVar("T")
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def memory_bytes() -> int:
     """Memory of this machine, or what its container may use of it."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in _CGROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # another version, or "max"
-            found.append(int(Path(path).read_text()))
-    return min(found)
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([whole, *(limit for limit, _used in memory_limits())])
 
 
 def read_by(parse: Callable[[str], T]) -> Callable[[Any], T]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvloom.contract.errors import OutOfMemory
+from kvloom.limits import memory_left
 
 _NO_MEMORY = re.compile("not enough memory|out of memory|Cannot allocate memory", re.IGNORECASE)
 
@@ -34,12 +35,10 @@ def trim_heap() -> None:
 
 
 def available_bytes() -> int:
-    """Memory that can be taken without swapping: of the machine, or of the control group if that is less."""
+    """Memory that can be taken without swapping: of the machine, or what limits leave this process if that is less."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
-        free = min(free, max(0, int(limit.read_text()) - int(used.read_text())))
-    return free
+    left = memory_left()
+    return free if left is None else min(free, left)

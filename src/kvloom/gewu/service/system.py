@@ -1,22 +1,21 @@
 """Memory, pressure and power as the system reports them."""
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 from kvloom.gewu.service.memory import Readings
+from kvloom.limits import memory_limit
 
 _CPU_PRESSURE_PERCENT = 20.0
 _LOW_BATTERY_PERCENT = 20
 _THERMAL_MARGIN_MILLIKELVIN = 5000
-_UNLIMITED_BYTES = 1 << 60  # control groups of version 1 say "no limit" with a huge number
 
 
 def read_memory(psi_file: Path) -> Readings:
     """Memory now. Files that are absent or unreadable count as "no limit" and "no pressure"."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available, total = (int(meminfo[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
-    limit, used = _cgroup(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    limit, used = memory_limit()
     stalls = _stalls(psi_file)
     return Readings(available, total, limit, used, stalls.get("some"), stalls.get("full"))
 
@@ -49,31 +48,6 @@ def is_power_short(psi_folder: Path, power: Path = Path("/sys/class/power_supply
     if any(_is_hot(zone) for zone in _children(Path("/sys/class/thermal"))):
         return "the device is hot"
     return None
-
-
-def _cgroup(root: Path, membership: Path) -> tuple[int | None, int]:
-    """Limit and use of this process's control group, version 2 or 1; (None, 0) without a limit."""
-    for line in _text(membership).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "memory":
-            found = _group_limit(
-                root / "memory" / path.lstrip("/"), ("memory.limit_in_bytes",), "memory.usage_in_bytes"
-            )
-        elif not controllers:
-            found = _group_limit(root / path.lstrip("/"), ("memory.high", "memory.max"), "memory.current")
-        else:
-            continue
-        if found is not None:
-            return found
-    return None, 0
-
-
-def _group_limit(folder: Path, limits: Iterable[str], use: str) -> tuple[int, int] | None:
-    values = [int(text) for name in limits if (text := _text(folder / name).strip()).isdigit()]
-    used = _text(folder / use).strip()
-    if not values or min(values) >= _UNLIMITED_BYTES or not used.isdigit():
-        return None
-    return min(values), int(used)
 
 
 def _stalls(psi_file: Path) -> dict[str, int]:

@@ -1,0 +1,65 @@
+"""Limits of this process's control groups (version 2 or 1) and of its own resources."""
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+_UNLIMITED_BYTES = 1 << 60  # control groups of version 1 say "no limit" with a huge number
+_FILES = (  # below sys/fs/cgroup: limits, use, what of it is files that were read and can go
+    ("", ("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    ("memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+)
+_OWN = ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:"))
+
+
+def memory_limit(root: Path = Path("/")) -> tuple[int | None, int]:
+    """Limit and use, in bytes, of the control group or parent that has the least left; (None, 0) = no limit."""
+    return min(memory_limits(root), key=lambda pair: pair[0] - pair[1], default=(None, 0))
+
+
+def memory_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
+    """Limit and use, in bytes, of the control group and its parents, where they have one. `root` stands for /."""
+    found = []
+    for folder, limits, use, files in _FILES:
+        for group in control_groups(root, folder):
+            known = [int(text) for name in limits if (text := _text(group / name).strip()).isdigit()]
+            used = _text(group / use).strip()
+            if known and used.isdigit() and min(known) < _UNLIMITED_BYTES:
+                found.append((min(known), max(0, int(used) - _number(group / "memory.stat", files))))
+    return found
+
+
+def memory_left() -> int | None:
+    """Bytes that control groups and resource limits (RLIMIT_AS, RLIMIT_DATA) leave this process; None = no limit."""
+    limit, used = memory_limit()
+    left = [] if limit is None else [limit - used]
+    for kind, name in _OWN:
+        if (own := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
+            left.append(own - (_number(Path("/proc/self/status"), name) << 10))
+    return max(0, min(left)) if left else None
+
+
+def control_groups(root: Path, folder: str) -> Iterator[Path]:
+    """Folders of this process's control groups and of their parents, as far as they are mounted below `folder`."""
+    seen = set()
+    mounted = root / "sys/fs/cgroup" / folder
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        inner = mounted / line.split(":", 2)[2].lstrip("/")
+        for group in (inner, *inner.parents):
+            if group in seen or not group.is_relative_to(mounted):
+                continue
+            seen.add(group)
+            yield group
+
+
+def _number(path: Path, name: str) -> int:
+    """The number behind `name` in a file of such lines; 0 when there is none."""
+    lines = (line.split() for line in _text(path).splitlines())
+    return next((int(words[1]) for words in lines if len(words) > 1 and words[0] == name and words[1].isdigit()), 0)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
