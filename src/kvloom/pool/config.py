@@ -4,6 +4,7 @@ import grp
 import re
 import secrets
 from dataclasses import dataclass, field
+from ipaddress import IPv6Address
 from pathlib import Path
 
 from ems.common.sockets import DOCUMENTED_SOCKET
@@ -55,11 +56,20 @@ def parse_group(text: str) -> int:
 
 def parse_address(text: str) -> tuple[str, int]:
     """Host and port of "host:port". Raises ValueError."""
-    host, _, port = text.rpartition(":")
+    written, _, port = text.rpartition(":")
     number = whole(port, 65535)
-    if not host or "/" in host or number is None:
+    host = written[1:-1] if written[:1] == "[" and written[-1:] == "]" else written
+    if number is None or not re.fullmatch(r"[^][/\s:]+", host) and not _is_ipv6(host):
         raise ValueError(f"an address is host:port, got {text!r}")
-    return host.strip("[]"), number
+    return host, number
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def check_advertised(address: str) -> None:
