@@ -59,7 +59,7 @@ def parse_address(text: str) -> tuple[str, int]:
     written, _, port = text.rpartition(":")
     number = whole(port, 65535)
     host = written[1:-1] if written[:1] == "[" and written[-1:] == "]" else written
-    if number is None or not re.fullmatch(r"[^][/\s:]+", host) and not _is_ipv6(host):
+    if number is None or (not re.fullmatch(r"[^][/\s:]+", host) and not _is_ipv6(host)):
         raise ValueError(f"an address is host:port, got {text!r}")
     return host, number
 

@@ -15,7 +15,8 @@ from tests.support.compiling import compiled
 OWN = [isa for isa in build.ISAS if isa not in (build.TILES, build.PAIRS)]
 AVAILABLE = [isa for isa in OWN if build.ISAS[isa][1] <= build.cpu_flags()]
 # g++ collects its garbage less often, which saves a tenth of its time.
-FLAGS = ("-std=c++17", "-pthread", "-fno-sanitize-recover=all", "--param=ggc-min-expand=300")
+RARELY = ("--param=ggc-min-expand=1000", "--param=ggc-min-heapsize=1000000")
+FLAGS = ("-std=c++17", "-pthread", "-fno-sanitize-recover=all", *RARELY)
 MEMORY, RACES = ("-fsanitize=address,undefined",), ("-fsanitize=thread",)
 # Undefined behaviour ends the program by a trap: compiling the messages in takes as long as all the rest.
 WORDLESS = "-fsanitize-undefined-trap-on-error"
