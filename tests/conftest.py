@@ -1,4 +1,4 @@
-"""Fixtures that many tests share, and how the tests of a run are ordered and drawn."""
+"""Fixtures that many tests share; the order of the tests in a run; the settings of drawn examples."""
 
 import functools
 import gc
@@ -35,20 +35,21 @@ def ssl_context(where: tuple[str | None, ...], **options: Any) -> ssl.SSLContext
 
 
 def shared_ssl_context(**options: Any) -> ssl.SSLContext:
-    """httpx would read the world's authorities for each client anew, which costs more than to start a server."""
+    """Cached: httpx would read all CA certificates again for each client, which costs more than a server's start."""
     return ssl_context((os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")), **options)
 
 
 httpx_transports.create_ssl_context = shared_ssl_context
 
-# Clients that are told nothing would give up after five seconds, which a busy machine may take for any answer.
+# By default clients time out after five seconds; on a busy machine any answer may take that long.
 vars(httpx_config.DEFAULT_TIMEOUT_CONFIG).update(connect=120.0, read=120.0, write=120.0, pool=120.0)
 
-# All that is loaded to find the tests stays to the end: nothing of it is garbage (see pytest_collection_finish).
+# Objects loaded during collection live to the end, so that collecting garbage is useless (see
+# pytest_collection_finish).
 gc.disable()
 
-# On CI the same values in every run, elsewhere new ones. `examples`: only those that somebody wrote down; `unshrunk`:
-# the first failure is told as it is.
+# On CI the drawn values are the same in every run, elsewhere new ones. `examples`: only written examples; `unshrunk`:
+# the first failure is reported without shrinking.
 drawn = settings(settings.get_profile("ci" if "CI" in os.environ else "default"), deadline=None)
 settings.register_profile("kvloom", drawn)
 settings.register_profile("examples", drawn, phases=[Phase.explicit])
@@ -56,12 +57,12 @@ settings.register_profile("unshrunk", drawn, phases=[Phase.explicit, Phase.gener
 settings.load_profile("kvloom")
 
 
-# Folders whose files run in one process, because they share what is long in the making: Chromium; torch and diffusers;
-# the real model, whose threads are better off alone, too.
+# Folders whose files run in one process, because they share what is slow to start: Chromium; torch and diffusers; the
+# real model, whose threads also run better alone.
 TOGETHER = ("tests/browser", "tests/images", "tests/real")
 
-# Begun first, in this order: each takes a tenth of a minute or more, and none is to be what the others wait for at
-# the end. The first one compiles the kernels where nobody has yet; the five after it do without, or compile their own.
+# These start first, in this order: each takes six seconds or more, and none should run alone at the end. The first one
+# compiles the kernels if they are not compiled yet; the five after it need none, or compile their own.
 LONGEST = (
     "tests/real",
     "tests/fleet/test_serve.py",
@@ -125,15 +126,15 @@ LONGEST = (
 
 
 def together(nodeid: str) -> str:
-    """What runs in one process: a file, or a folder."""
+    """The unit that runs in one process: the file of a test, or its folder."""
     file = nodeid.partition("::")[0]
     folder = file.rpartition("/")[0]
     return folder if folder in TOGETHER else file
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Of several processes each begins at other files: what one has made of them (pytest compiles them anew, with every
-    `assert` in them), the others find made."""
+    """Let each of several processes begin collection at a different file, so that it finds files that others have
+    already compiled (pytest rewrites the `assert` statements of each file)."""
     if (worker := getattr(config, "workerinput", None)) is not None and config.args == ["tests"]:
         files = sorted(str(path) for path in (config.rootpath / "tests").rglob("test_*.py"))
         begin = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
@@ -142,7 +143,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    items.sort(key=lambda item: item.path)  # before they are shuffled: in every process the same
+    items.sort(key=lambda item: item.path)  # the same order in every process, before the shuffle
     yield
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(together(item.nodeid), len(rank)))
@@ -153,7 +154,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """pytest-xdist's, whose workers take one file after the other, in the order of the tests."""
+    """pytest-xdist's scheduler by scope: workers take one file or folder after the other, in the order of the tests."""
     scheduler = import_module("xdist.scheduler").LoadScopeScheduling(config, log)
     scheduler._split_scope = together
     config.option.loadscopereorder = False
@@ -167,7 +168,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_processes() -> Iterator[None]:
-    """Processes of ours are forked, see forks.py; `really_started` is for who tests how they start."""
+    """kvloom's processes are forked, see forks.py; tests of their start use `really_started`."""
     forks.install()
     yield
     forks.remove()
@@ -176,7 +177,7 @@ def forked_processes() -> Iterator[None]:
 
 @pytest.fixture
 def really_started() -> Iterator[None]:
-    """Processes of ours are started as a user starts them: Python, then its imports."""
+    """kvloom's processes are started as a user starts them: Python, then its imports."""
     forks.remove()
     yield
     forks.install()
@@ -184,7 +185,7 @@ def really_started() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def log_as_it_was() -> Iterator[None]:
-    """A file's tests may open the log, as programs do that use the Engine API: those of the next find it closed."""
+    """Restore the root logger after each file, whose tests may open the log as programs over the Engine API do."""
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     yield
@@ -202,7 +203,7 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_path(smollm2_path: Path) -> Path:
-    """A model of the demo model's tokens that costs next to nothing, see tiny_gguf.py."""
+    """A tiny model with the demo model's tokenizer, see tiny_gguf.py."""
     return kept_models.tiny_gguf(smollm2_path)
 
 
@@ -216,7 +217,7 @@ def tiny_pipeline() -> Path:
 
 @pytest.fixture(scope="module")
 def embedder(server: "FakeServer") -> Iterator["FakeServer"]:
-    """A server that makes embeddings: vLLM does where it was started for nothing else."""
+    """A server that makes embeddings; vLLM makes them only when it was started with the pooling runner."""
     if not OVER_VLLM:
         yield server
         return
@@ -226,6 +227,6 @@ def embedder(server: "FakeServer") -> Iterator["FakeServer"]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator["FakeServer"]:
-    """A server on a free port over the fake model. It is most of our modules: they are loaded when it is asked for."""
+    """A server on a free port over the fake model. It needs most modules, so they are imported when it is used."""
     with import_module("tests.support.servers").fake_server() as running:
         yield running

@@ -1,4 +1,4 @@
-"""The planted bugs of `make mutants`: each still fits the code, and its tests are there."""
+"""The planted bugs of `make mutants`: each still fits the code, and its tests exist."""
 
 import ast
 from functools import cache
@@ -12,7 +12,7 @@ TIMED_OUT = Outcome("tests/a.py::test_b", HUNG)
 
 @cache
 def names_in(file: str) -> set[str]:
-    """Of functions, classes and variables: a state machine's case is one of the last."""
+    """The names of functions, classes and variables in a file; the test case of a state machine is a variable."""
     tree = ast.parse((ROOT / file).read_text())
     defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     return defined | {name.id for name in ast.walk(tree) if isinstance(name, ast.Name)}
@@ -30,7 +30,7 @@ def test_every_bug_stands_in_its_file_once_and_names_its_tests():
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch) -> Path:
-    """Sources and tests of their own, in place of ours."""
+    """A folder with small sources, tests and tables of bugs, in place of kvloom's."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -98,7 +98,7 @@ def test_a_bug_that_cannot_be_planted_is_told(old, new, told, tree):
     ],
 )
 def test_what_becomes_of_a_bug(file, old, new, test, told, tree, tmp_path_factory):
-    """A test that a bug has skipped has not noticed it, nor has one of what was not compiled."""
+    """A test that is skipped because of the bug has not noticed it, nor has one whose source does not compile."""
     bug = Bug("some", "w", f"src/{file}", old, new, [f"tests/test_odd.py::test_{test}"])
     PROCESSES.set_forkserver_preload(["pytest", "hypothesis.stateful"])
     outcome = Workshop(tmp_path_factory.mktemp("workshop")).try_out(bug)

@@ -1,4 +1,4 @@
-"""What docs/conformance.md names as shown by a test is there."""
+"""The tests that docs/conformance.md names exist."""
 
 import re
 from pathlib import Path

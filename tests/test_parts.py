@@ -1,4 +1,4 @@
-"""Parts that are used without the others: what each may import is said in docs/install.md, and held here."""
+"""Parts that are used without the others import no more than docs/install.md allows."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What the README names must exist: commands, make targets, pages."""
+"""The commands, make targets and pages that the README names exist."""
 
 import re
 from pathlib import Path

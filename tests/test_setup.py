@@ -1,4 +1,4 @@
-"""`make serve` installs what serving needs and nothing else, and the second time nothing at all."""
+"""`make serve` installs only what serving needs, and nothing the second time."""
 
 import os
 import shutil
@@ -13,14 +13,14 @@ STAMPS = (".venv/.serving", ".venv/.installed")
 
 @pytest.fixture
 def checkout(tmp_path):
-    """What the rules of the Makefile look at."""
+    """A folder with the files that the rules of the Makefile depend on."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path
 
 
 def commands(checkout: Path, *arguments: str) -> list[str]:
-    """What make would run."""
+    """The commands that make would run (`make -n`)."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     command = ["make", "-n", "--no-print-directory", *arguments]
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=True)

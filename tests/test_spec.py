@@ -1,4 +1,4 @@
-"""Citations of the specification lead to its headings, and its tables know the server's keys and routes."""
+"""Citations of the specification name existing headings, and its tables list the server's keys and routes."""
 
 import re
 from collections.abc import Iterator

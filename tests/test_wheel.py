@@ -1,4 +1,4 @@
-"""The wheel: what it carries, and that it runs where there is no compiler."""
+"""The wheel's contents, and that it runs where there is no compiler."""
 
 import json
 import os
@@ -52,7 +52,7 @@ for isa in sys.argv[2:]:
 
 
 def sparing_compiler(folder: Path) -> Path:
-    """A hasty one, which makes no library that this user's cache has: that is found there by sources and flags."""
+    """A fast compiler, which copies libraries that the user's cache already has (found by sources and flags)."""
     kept = folder / "kept"
     kept.mkdir()
     for name, isa in {build.file_name(isa): isa for isa in AVAILABLE}.items():
@@ -65,7 +65,7 @@ def sparing_compiler(folder: Path) -> Path:
         "for made; do :; done",
         'name=$(basename "$made")',
         "library=${name#*-}",
-        "library=${library%.o}",  # of which this is an object
+        "library=${library%.o}",  # of an object: the library that it belongs to
         f'if [ -e "{kept}/$name" ]; then exec cp "{kept}/$name" "$made"; fi',
         f'if [ -e "{kept}/$library" ]; then exec touch "$made"; fi',
         f'exec {hasty} "$@"\n',
@@ -77,7 +77,7 @@ def sparing_compiler(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built from a copy of the sources: nothing is left in the tree."""
+    """A wheel built from a copy of the sources, so that the build leaves no files in the tree."""
     copy = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "*.so"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -100,7 +100,7 @@ def test_a_wheel_carries_the_libraries_of_these_sources_and_is_of_this_platform(
     assert libraries == expected
     headers = {f"kvloom/engine_api/{path.relative_to(LIBRARY.package)}" for path in LIBRARY.include.rglob("*.h")}
     kernels = build.SOURCES.relative_to(ROOT / "src")
-    # to compile for others
+    # the sources, for machines that need other instruction sets
     sources = {str(kernels / path.relative_to(build.SOURCES)) for path in build.SOURCES.rglob("*") if path.is_file()}
     assert {f"{kernels}/abi.h", f"{kernels}/step/step.cpp"} <= sources
     page = {f"kvloom/server/console/{name}" for name in FILES}
@@ -110,7 +110,7 @@ def test_a_wheel_carries_the_libraries_of_these_sources_and_is_of_this_platform(
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> tuple[Path, dict[str, str]]:
-    """Where the wheel is installed, and an environment in which there is no compiler and nothing in the cache."""
+    """The folder of the installed wheel, and an environment without a compiler and with an empty cache."""
     site, empty = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("empty")
     options = ["-q", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
     subprocess.run([sys.executable, "-m", "pip", "install", *options], check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""`benches.pool.values`: its figures are of calls that did what they say."""
+"""`benches.pool.values` measures calls that really moved the values."""
 
 import contextlib
 

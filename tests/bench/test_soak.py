@@ -1,6 +1,6 @@
-"""The soak in short, on a model of two thin layers: kills and restarts, and every answer is the undisturbed one.
+"""A short soak on a model of two thin layers: with kills and restarts every answer is the undisturbed one.
 
-KVLOOM_SOAK_S is how long the demo model is loaded instead.
+KVLOOM_SOAK_S runs a soak of this many seconds on the demo model instead.
 """
 
 import json

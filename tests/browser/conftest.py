@@ -8,15 +8,15 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 LIMIT_MS = 120_000
-REBOUND = "evil.example"  # an attacker's name that leads to this machine
+REBOUND = "evil.example"  # an attacker's host name that resolves to this machine
 Open = Callable[..., Page]
 
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """Not for the whole session: an event loop runs in this thread as long as Playwright is there.
+    """Chromium. It does not live for the whole session, because Playwright runs an event loop in this thread.
 
-    The files of this folder run one after the other: TOGETHER in tests/conftest.py.
+    The files of this folder run one after the other, see TOGETHER in tests/conftest.py.
     """
     path = shutil.which("chromium")
     if path is None:
@@ -33,13 +33,13 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def complaints() -> list[str]:
-    """What the pages of this test wrote to the browser's console as an error, or raised. Empty at the end."""
+    """Errors that this test's pages wrote to the browser's console or raised. A test that expects some clears them."""
     return []
 
 
 @pytest.fixture
 def open_page(browser: Browser, complaints: list[str]) -> Iterator[Open]:
-    """A page of its own context; the test fails when anything is in `complaints` at its end."""
+    """Opens pages, each in its own context; the test fails if `complaints` is not empty at its end."""
     contexts = []
 
     def open(url: str, **context: object) -> Page:

@@ -20,7 +20,7 @@ from tests.support.waiting import until
 
 expect.set_options(timeout=LIMIT_MS)
 
-# the message has a border of its own that shows focus
+# the message field shows focus by its own border
 FOCUSED = """() => {
     const element = document.activeElement;
     return [element.id || element.className, getComputedStyle(element).outlineStyle];
@@ -29,7 +29,7 @@ FOCUSED = """() => {
 
 @pytest.fixture
 def slow():
-    """Answers are long and take their time."""
+    """A server with long, slow answers."""
     with fake_server(has_eos=False, step_s=0.01, names=(MODEL,)) as server:
         yield server
 
@@ -149,7 +149,7 @@ def test_the_charts_move(slow: FakeServer, open_page: Open):
 
 def test_a_token_shows_what_else_was_likely(slow: FakeServer, open_page: Open):
     page = open_page(slow.url + "/console")
-    page.locator("#temperature").fill("0")  # else there may be no letter among them
+    page.locator("#temperature").fill("0")  # otherwise the answer may contain no letter
     say(page, "hello", 40)
     done(page)
     token = answer(page).locator(".token", has_text=re.compile("[a-z]")).first
@@ -182,12 +182,12 @@ def test_a_server_with_keys_asks_for_one(open_page: Open, complaints: list[str])
         field.press("Enter")
         expect(page.locator("#key-form")).to_be_hidden()
         expect(page.locator("#pulse-text")).to_have_text("ready")
-        page.locator("#seed").fill("1")  # another one could end the answer at once
+        page.locator("#seed").fill("1")  # with another seed the answer could end at once
         say(page, "hello", 10)
         done(page)
         assert answer(page).inner_text()
         page.reload()
-        expect(page.locator("#pulse-text")).to_have_text("ready")  # the tab keeps it
+        expect(page.locator("#pulse-text")).to_have_text("ready")  # the tab keeps the key
         assert page.evaluate("[sessionStorage.length, localStorage.length]") == [1, 0]
         page.close()  # it would complain of a server that is gone
     assert complaints, "a browser says of every 401 that it was one"

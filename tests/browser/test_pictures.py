@@ -9,7 +9,7 @@ from playwright.sync_api import Page, expect
 from tests.browser.conftest import Open
 from tests.support.processes import ServeProcess, serve
 
-LIMIT_MS = 120_000  # a first picture takes its time on a busy machine
+LIMIT_MS = 120_000  # the first picture may take this long on a busy machine
 FAKE = ("--backend", "fake", "--served-model-name", "mock")
 
 

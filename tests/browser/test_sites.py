@@ -1,4 +1,4 @@
-"""A page of another origin, in a real browser, tries what it can to use a server on this machine."""
+"""A page of another origin, in a real browser, tries every way to use a server on this machine."""
 
 import threading
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from kvloom.net.sites import Policy, checked_hosts, checked_origins
 from tests.browser.conftest import LIMIT_MS, REBOUND
 from tests.support.servers import MODEL, FakeServer, fake_server
 
-# each gives what the page learns: a status, or the name of what happened
+# the result of each attempt as the page sees it: a status, or a word
 ATTACKS = """async ([url, body]) => {
     const image = (path) => new Promise((done) => {
         const element = new Image();
@@ -55,7 +55,7 @@ BODY = f'{{"model":"{MODEL}","prompt":"hi","max_tokens":1}}'
 
 
 class Blank(BaseHTTPRequestHandler):
-    """An empty page without any policy of its own."""
+    """Serves an empty page without any security policy."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -67,7 +67,7 @@ class Blank(BaseHTTPRequestHandler):
 
 @contextmanager
 def blank_site() -> Iterator[int]:
-    """Its port."""
+    """A site of blank pages; its port."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Blank) as site:
         thread = threading.Thread(target=site.serve_forever)
         thread.start()
@@ -94,7 +94,7 @@ def test_a_page_of_another_origin_reaches_nothing(page: Page, host: str):
     with fake_server() as server, blank_site() as port:
         page.goto(f"http://{host}:{port}/")
         learnt = page.evaluate(ATTACKS, [server.url, BODY])
-        opaque = 0  # what a no-cors fetch gives, whatever the answer is
+        opaque = 0  # the status of a no-cors fetch, whatever the answer
         assert learnt == {
             "image": "no image",
             "form": "sent",
@@ -109,12 +109,12 @@ def test_a_page_of_another_origin_reaches_nothing(page: Page, host: str):
 
 
 def test_it_is_the_server_that_refuses_not_the_browser(page: Page):
-    """The same page is answered where it may ask."""
+    """The same page gets answers from a server that allows its origin."""
     policy = Policy(checked_hosts(["*"]), checked_origins(["*"]))
     with fake_server(policy=policy) as server, blank_site() as port:
         page.goto(f"http://{REBOUND}:{port}/")
         learnt = page.evaluate(ATTACKS, [server.url, BODY])
-        assert (learnt["json"], server.engine.stats().total_requests) == (200, 2)  # and the one without a type
+        assert (learnt["json"], server.engine.stats().total_requests) == (200, 2)  # json and untyped
         assert server.health.is_draining
 
 
@@ -124,7 +124,7 @@ def test_a_name_of_the_attackers_that_leads_here_is_refused(page: Page):
         answer = page.goto(f"http://{REBOUND}:{port}/v1/models")
         assert answer is not None
         assert answer.status == 421
-        learnt = page.evaluate(ATTACKS, ["", BODY])  # as its own origin, so that it reads every answer
+        learnt = page.evaluate(ATTACKS, ["", BODY])  # same origin, so the page reads every answer
         assert {learnt[name] for name in ("blind", "untyped", "json", "stop", "read", "cancel")} == {421}
         assert is_untouched(server)
 

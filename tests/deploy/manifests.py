@@ -1,4 +1,4 @@
-"""What is in deploy/kubernetes, read as kubectl and kustomize would read it, as far as these files need."""
+"""Reads deploy/kubernetes as kubectl and kustomize would, as far as these files need it."""
 
 import copy
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def documents(path: Path) -> list[Json]:
 
 
 def built(overlay: str) -> list[Json]:
-    """What `kubectl kustomize` gives for the folder: resources, patched."""
+    """The patched resources of the folder, as `kubectl kustomize` prints them."""
     folder = FOLDER / overlay
     [told] = documents(folder / "kustomization.yaml")
     found: list[Json] = []
@@ -54,7 +54,7 @@ def ray_pods() -> list[Json]:
 
 
 def pods() -> Iterator[tuple[str, Json]]:
-    """Every pod of every overlay, and those of Ray."""
+    """Name and pod of every pod of every overlay, and of Ray's pods."""
     for overlay in OVERLAYS:
         for each in built(overlay):
             if each["kind"] in ("Deployment", "DaemonSet"):
@@ -64,7 +64,7 @@ def pods() -> Iterator[tuple[str, Json]]:
 
 
 def containers() -> Iterator[tuple[str, Json, Json]]:
-    """Name, pod and container of all."""
+    """Name, pod and container of every container."""
     for name, pod in pods():
         for each in (*pod.get("initContainers", ()), *pod["containers"]):
             yield f"{name} {each['name']}", pod, each
@@ -75,7 +75,7 @@ def command_of(container: Json) -> list[str]:
 
 
 def flags_of(container: Json) -> dict[str, str]:
-    """--name=value of its command."""
+    """Name -> value of the --name=value options of a container's command."""
     return dict(each[2:].split("=", 1) for each in command_of(container) if each.startswith("--") and "=" in each)
 
 

@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks only for what /metrics has."""
+"""The Grafana dashboard queries only metrics that /metrics exports."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def dashboard() -> dict[str, Any]:
 
 @pytest.fixture
 def samples(server: FakeServer) -> dict[str, set[str]]:
-    """Sample name -> its label names, of a server that has answered nothing yet."""
+    """Sample name -> its label names, on a server that has answered no request yet."""
     families = text_string_to_metric_families(server.client.get("/metrics").text)
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 

@@ -1,4 +1,4 @@
-"""deploy/kubernetes: as the published schemas have it, naming nothing that server and pool do not have."""
+"""deploy/kubernetes matches the published schemas and names only options that the server and the pool have."""
 
 import json
 import re
@@ -35,7 +35,7 @@ from tests.support.servers import FakeServer
 
 ROOT = FOLDER.parents[1]
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
-OF_OPERATORS = {"ServiceMonitor", "PodMonitor", "RayService"}  # whose schemas are theirs
+OF_OPERATORS = {"ServiceMonitor", "PodMonitor", "RayService"}  # their operators define the schemas
 ALL = list(containers())
 EACH = pytest.mark.parametrize(("name", "pod", "container"), ALL, ids=[name for name, _, _ in ALL])
 
@@ -58,7 +58,7 @@ def test_manifests_are_as_the_schemas_have_them(overlay: str, version: str):
 
 
 def parsed(command: list[str]) -> tuple[str, Any]:
-    """Which command it is, and its context. Raises a UsageError of the command line."""
+    """The name and the context of a command line. Raises a UsageError for a wrong one."""
     group: Any = get_command(app)
     context, rest, path = group.context_class(group), command[1:], []
     while hasattr(group, "resolve_command"):
@@ -71,7 +71,7 @@ def parsed(command: list[str]) -> tuple[str, Any]:
 @EACH
 def test_every_command_is_one_that_kvloom_has(name: str, pod: Json, container: Json):
     command = command_of(container)
-    if not command:  # KubeRay gives Ray's own
+    if not command:  # KubeRay adds Ray's own command
         assert name.startswith("ray")
     elif command[0] == "install":
         assert name.endswith("folder")
@@ -149,7 +149,7 @@ def test_the_routes_that_are_asked_for_answer(server: FakeServer):
     found = built("base")
     [container] = pod_of(one(found, "Deployment"))["containers"]
     probes = {container[kind]["httpGet"]["path"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")}
-    assert probes <= set(OPEN_PATHS)  # with API keys too
+    assert probes <= set(OPEN_PATHS)  # paths that need no API key
     for path in (*probes, *(each["path"] for each in one(found, "ServiceMonitor")["spec"]["endpoints"])):
         assert server.client.get(path).status_code == 200
     [metric] = one(found, "HorizontalPodAutoscaler")["spec"]["metrics"]
@@ -198,7 +198,7 @@ def test_replicas_and_agent_meet_at_one_socket(tmp_path: Path):
     assert settings.models[0].engine.kv_tier is not None
     mounts = {each["mountPath"] for each in replica["containers"][0]["volumeMounts"]}
     given = Path(flags_of(replica["containers"][0])["config"])
-    assert {str(given), str(given.parents[1])} <= mounts  # logs are written below the folder above conf
+    assert {str(given), str(given.parents[1])} <= mounts  # logs lie below the parent of conf
     assert config["OtherParam"]["LogParam"]["logPath"].startswith("/logs/")
 
 
@@ -239,7 +239,7 @@ def test_the_rayservice_has_kuberays_fields_and_the_fleets():
     assert workers.keys() == {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
     assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
     [head], [worker] = (pod["containers"] for pod in ray_pods())
-    assert head["image"] == worker["image"]  # other versions in one fleet are refused
+    assert head["image"] == worker["image"]  # a fleet refuses replicas of other versions
     assert {each["name"]: each["containerPort"] for each in head["ports"]}["serve"] == serve["http_options"]["port"]
     assert int(worker["resources"]["limits"]["cpu"]) >= args.cpus_per_rank
     assert args.autoscaling is not None
@@ -250,7 +250,7 @@ def test_the_rayservice_has_kuberays_fields_and_the_fleets():
 def test_pods_ask_for_no_token_and_are_known_by_their_labels():
     for name, pod in pods():
         assert pod["enableServiceLinks"] is False
-        if not name.startswith("ray"):  # whose autoscaler asks Kubernetes for pods
+        if not name.startswith("ray"):  # Ray's autoscaler asks Kubernetes for pods
             assert pod["automountServiceAccountToken"] is False
 
 

@@ -1,4 +1,4 @@
-"""The pool's units start what they say, and its dashboard asks only for what /metrics has."""
+"""The pool's systemd units run valid commands, and its dashboard queries only metrics that /metrics exports."""
 
 import json
 import re
@@ -18,7 +18,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
 
 def command_of(unit: str) -> list[str]:
-    """What follows `kvloom pool COMMAND` in a unit."""
+    """The arguments after `kvloom pool COMMAND` in a unit."""
     (line,) = re.findall(r"^ExecStart=(.*)$", (DEPLOY / unit).read_text(), re.MULTILINE)
     words = shlex.split(line)
     assert words[:3] == ["/usr/bin/env", "kvloom", "pool"]
@@ -39,7 +39,7 @@ def test_the_control_planes_unit_is_a_command_line_of_it():
 
 @pytest.fixture(scope="module")
 def samples() -> dict[str, set[str]]:
-    """Sample name -> its label names, of an agent on which everything has happened once."""
+    """Sample name -> its label names, on an agent on which every counted event has happened once."""
     with running_agent() as agent, session(agent.config.socket, new_kv()) as cc:
         cc.save(slots_of(0), [1], [4])
         cc.load(slots_of(0, 1), [1, 2], [4, 4])

@@ -1,4 +1,4 @@
-"""A text-to-image model in a configuration: found by its files, with settings of its own."""
+"""A text-to-image model in a configuration: recognised by its files, with its own settings."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.images.test_files import UNET, folder, weights
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is installed here."""
+    """The tests do not depend on the installed libraries."""
     monkeypatch.setattr(process, "_LIBRARIES", ())
 
 

@@ -1,4 +1,4 @@
-"""Which folders are text-to-image models of this server; nothing of diffusers is needed to know."""
+"""Which folders are text-to-image models that this server supports; diffusers is not needed to tell."""
 
 import json
 from pathlib import Path

@@ -25,7 +25,7 @@ SIZE = (64, 48)
 
 
 def images() -> Any:
-    """Loads diffusers, which takes seconds."""
+    """The module of pipelines; importing it loads diffusers, which takes seconds."""
     return import_module("kvloom.images.pipeline")
 
 
@@ -40,7 +40,7 @@ def order(**fields: object) -> Paint:
 
 
 def painted(pipeline: Pipeline, paint: Paint) -> tuple[dict[int, bytes], list[tuple[int, int]], list[int | None]]:
-    """The finished pictures, the steps, and which unfinished pictures came."""
+    """The finished pictures, the (picture, step) pairs, and the number of each partial picture (None: finished)."""
     done: dict[int, bytes] = {}
     steps, partials = [], []
 
@@ -69,7 +69,7 @@ def test_the_prompt_and_its_weight_count(pipeline: Pipeline):
     other, _, _ = painted(pipeline, order(prompt="XYZ 123 &"))
     heavy, _, _ = painted(pipeline, order(guidance=9.5))
     assert len({first[0], other[0]}) == 2
-    if pipeline.info.kind != "FluxPipeline":  # a random one has no guidance
+    if pipeline.info.kind != "FluxPipeline":  # a random FLUX model ignores guidance
         assert heavy[0] != first[0]
 
 
@@ -81,7 +81,7 @@ def test_unfinished_pictures_come_on_the_way_and_change_nothing(pipeline: Pipeli
 
 
 def test_a_sketch_of_the_last_latents_is_the_picture(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch):
-    """It is decoded as the pipeline decodes."""
+    """The partial picture is decoded as the pipeline decodes the finished one."""
     sketches, done = [], []
     monkeypatch.setattr("kvloom.images.pipeline._partial_steps", lambda steps, count: [steps])
     pipeline.paint(

@@ -1,4 +1,4 @@
-"""The process and the server's end of it, over a pipeline that waits for the test."""
+"""The painter process and the server's end of it, over a pipeline whose steps the test releases."""
 
 import asyncio
 import socket
@@ -35,7 +35,7 @@ LIMIT_S = 120.0
 
 @dataclass
 class SlowPipeline:
-    """Each step waits until the test allows it."""
+    """A pipeline in which each step waits until the test allows it."""
 
     info: PipelineInfo = INFO
     allowed: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -64,7 +64,7 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> SlowPipeline:
 
 @pytest.fixture
 def channel(pipeline: SlowPipeline) -> Iterator[Channel]:
-    """To a process that runs here in a thread."""
+    """A channel to a painter that runs in a thread of this process."""
     ours, theirs = socket.socketpair()
     thread = threading.Thread(target=served, args=(theirs,))
     thread.start()
@@ -110,7 +110,7 @@ def test_a_cancel_ends_the_order_within_the_step_that_runs(channel: Channel, pip
     assert channel.receive(LIMIT_S) == Progress(1, 0, 1, 100)
     channel.send(Cancel(1))
     channel.send(order(2, steps=1))
-    for _ in range(2):  # for the step that runs, and the other order
+    for _ in range(2):  # one for the running step, one for the other order
         pipeline.allowed.release()
     reports = [channel.receive(LIMIT_S)]
     while reports[-1] != Ended(2, 5):
@@ -149,7 +149,7 @@ def test_a_refusal_and_a_failure_leave_the_process_up(channel: Channel, pipeline
 
 @dataclass
 class FakePainter:
-    """Paints at once, or never while `gate` is closed."""
+    """A painter that paints at once, or waits while `gate` is closed."""
 
     info: PipelineInfo = INFO
     is_ready: bool = True
@@ -209,7 +209,7 @@ def test_who_leaves_while_waiting_or_running_ends_its_order():
         for task in reversed(tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert painter.ended == [1]  # the other had not begun
+        assert painter.ended == [1]  # the other picture had not begun
         assert service.admission.num_active == 0
         assert service.meter.num_aborted == 2
         assert service.running() == []

@@ -60,7 +60,7 @@ def picture(b64: str) -> Any:
 
 
 def figure(http: httpx.Client, name: str) -> float:
-    """Of /metrics."""
+    """A value of /metrics."""
     line = next(line for line in http.get("/metrics").text.splitlines() if line.startswith(f"{name}{{"))
     return float(line.rpartition(" ")[2])
 
@@ -157,7 +157,7 @@ def test_bad_requests_name_the_field(http: httpx.Client, fields: dict[str, objec
     ],
 )
 def test_quality_is_the_number_of_steps(fields: dict[str, object], told: dict[str, object]):
-    """Without a server: what the body asks of a model whose own number of steps is 3."""
+    """Without a server: the steps that follow from a request's body for a model whose own number of steps is 3."""
 
     asked = Images(None).parse(HttpRequest(json.dumps({"prompt": "x", **fields}).encode()))
     order = PictureService(PictureCard("sd", "", steps=3), FakePainter()).order(asked.wanted)
@@ -177,7 +177,7 @@ def test_models_and_the_other_routes_know_of_it(http: httpx.Client):
         assert answer.status_code == 404
         assert answer.json()["error"]["message"] == "'sd' makes pictures: POST /v1/images/generations"
     assert http.get("/v2/models/sd").status_code == 404
-    assert paint(http, model="gpt-image-2").status_code == 200  # the first of its kind answers, as on other routes
+    assert paint(http, model="gpt-image-2").status_code == 200  # any name means the first model, as on other routes
     assert http.post("/images/generations", json={"prompt": "x", "num_inference_steps": 1}).status_code == 200
 
 
@@ -224,7 +224,7 @@ def test_a_killed_process_is_told_and_started_again(running: ServeProcess, http:
     error = json.loads(last[5:])["error"]
     assert error["message"] == "the model process was killed by signal 9"
     refused = paint(http)
-    if refused.status_code != 200:  # it may be there again already
+    if refused.status_code != 200:  # unless the process has already restarted
         assert (refused.status_code, refused.headers["Retry-After"]) == (503, "2")
     until(lambda: http.get("/readyz").status_code == 200, LIMIT_S)
     assert paint(http).status_code == 200
@@ -233,7 +233,7 @@ def test_a_killed_process_is_told_and_started_again(running: ServeProcess, http:
 
 
 def painter_pid(running: ServeProcess) -> int:
-    """The process of the pipeline, among those of the server."""
+    """The id of the pipeline's process, a child of the server."""
     for entry in Path("/proc").iterdir():
         try:
             command = (entry / "cmdline").read_bytes()

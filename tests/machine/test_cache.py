@@ -1,4 +1,4 @@
-"""`kvloom cache`: which packed weights are kept, and their end."""
+"""`kvloom cache` lists and removes cached packed weights."""
 
 import json
 import os
@@ -13,7 +13,7 @@ KEY = Key("f" * 64, "w8a8", "avx2", "recipe", 2)
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    """What the command finds, with one model kept."""
+    """A cache with one model's packed weights, which the command finds."""
     monkeypatch.setenv("KVLOOM_WEIGHT_CACHE", str(tmp_path / "packed"))
     store = KeptWeights(tmp_path / "packed", 10**9)
     store.keep(KEY, [memoryview(b"weights")], "/models/mine.gguf")

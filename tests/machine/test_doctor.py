@@ -1,4 +1,4 @@
-"""`kvloom doctor`: facts read from a made-up /proc, what they mean, and how it is said."""
+"""`kvloom doctor`: facts read from a fake /proc, the findings from them, and the printed lines."""
 
 import json
 import os
@@ -43,7 +43,7 @@ GOOD = Facts(
 
 @pytest.fixture
 def root(tmp_path):
-    """A machine: two cores with AVX2, version 2 of control groups, no device."""
+    """The root of a fake machine: two cores with AVX2, version 2 of control groups, no device."""
     write(tmp_path, "proc/cpuinfo", "".join(CPUINFO.format(n=n, flags="avx2 fma f16c hypervisor") for n in range(2)))
     write(tmp_path, "proc/meminfo", MEMINFO)
     write(tmp_path, "proc/loadavg", "0.25 0.3 0.4 1/200 4242\n")
@@ -59,7 +59,7 @@ def write(root: Path, path: str, text: str) -> None:
 
 
 def told(facts: Facts) -> dict[str, str]:
-    """Lines by their names; one of several with a name."""
+    """Name -> printed line; the last one if several lines have a name."""
     return {line[5:].partition(":")[0]: line for line in lines(findings(facts))}
 
 
@@ -231,7 +231,7 @@ def test_here_it_finds_all_that_serving_needs():
 
 
 def test_every_base_dependency_is_known_and_no_other():
-    """What pyproject.toml asks for."""
+    """The doctor's list equals the dependencies in pyproject.toml."""
     project = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
     listed = project.partition("dependencies = [")[2].partition("]\n")[0]
     names = {line.strip(' ",').partition(">")[0] for line in listed.splitlines() if '"' in line}

@@ -13,7 +13,7 @@ from tests.support.commands import run_cli, run_main
 from tests.support.processes import CLI
 from tests.tuning.test_simulate import make_times, save_times
 
-LONG = "x" * 300  # no file system has such names
+LONG = "x" * 300  # longer than any file system allows
 NAN_OPTIONS = [
     ("chat", "--temperature"),
     ("tune", "--lpot"),
@@ -27,7 +27,7 @@ NAN_OPTIONS = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current one, with a trace, step times and a plain file."""
+    """The current folder, with a trace, step times and a plain file."""
     monkeypatch.chdir(tmp_path)
     arrival = {"arrival_s": 0, "prompt_tokens": 4, "output_tokens": 2}
     Path("trace.jsonl").write_text(json.dumps(arrival) + "\n")
@@ -110,7 +110,7 @@ def test_a_pipe_to_which_nobody_writes_is_not_waited_for(folder, arguments):
 
 
 def test_what_a_command_writes_is_a_file(folder):
-    """As bash has it: kvloom config check <(command)."""
+    """As with bash's process substitution: kvloom config check <(command)."""
     reading, writing = os.pipe()
     with open(writing, "w") as pipe:
         pipe.write('{"no": "config"}')
@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_is_one_line_of_the_daemon_too(folder):
     ],
 )
 def test_what_is_told_of_an_error(error, told):
-    """Whatever names no file and no full disk is a mistake of ours, and keeps its traceback."""
+    """An error that names no file and no full disk is a bug of kvloom and keeps its traceback."""
     assert problem_of(error) == told
 
 

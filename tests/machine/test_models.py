@@ -1,4 +1,4 @@
-"""`kvloom models` and `kvloom pull PATH`: what is listed, and what it says of a model."""
+"""`kvloom models` and `kvloom pull PATH`: which models are listed, with which facts."""
 
 import json
 
@@ -17,7 +17,7 @@ from tests.support.models.checkpoints import save, tiny_model
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A model of the user's own, and a demo model that is not fetched."""
+    """A model of the user; the list of demo models holds one that is not fetched."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     demo = HubModel((("demo==1.0", "demo.gguf"),), "demo.gguf", "0" * 64, 3 << 20, "Apache-2.0")
     monkeypatch.setattr("kvloom.machine.models.MODELS", {"demo": demo})

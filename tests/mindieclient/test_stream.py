@@ -1,4 +1,4 @@
-"""Events cut at every place are the same events."""
+"""A stream of events that arrives cut at any byte gives the same events."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""One address, one listener: whoever starts at the same moment is told that it is taken."""
+"""An address has one listener: others that start at the same moment get the error that it is taken."""
 
 import multiprocessing
 import os
@@ -27,7 +27,7 @@ def has_ipv6() -> bool:
 
 
 def rival(target: Any, barrier: Barrier, results: Any) -> None:
-    """Tries once a round, at the same moment as the others, and keeps what it got until all have tried."""
+    """Try to listen once a round, at the same moment as the others; a listener stays open until all have tried."""
     for number in range(ROUNDS):
         barrier.wait()
         held = None
@@ -104,7 +104,7 @@ def test_a_port_whose_connections_just_ended_is_free():
         address = one.getsockname()
         client = socket.create_connection(address)
         accepted, _ = one.accept()
-        accepted.close()  # this side closes first, so it is in TIME_WAIT
+        accepted.close()  # this side closes first, so its port is in TIME_WAIT
         client.close()
     listen(*address).close()
 

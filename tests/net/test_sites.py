@@ -1,4 +1,4 @@
-"""Which requests a page of another site may have sent: the decision, without a server."""
+"""The decision, without a server, which requests a page of another site may have sent."""
 
 import pytest
 
@@ -10,7 +10,7 @@ NAMED = Policy(
 
 
 def status(policy: Policy = NAMED, method: str = "POST", path: str = "/generate", **headers: str) -> int:
-    """200 for what is answered; header names are written with _ for -."""
+    """The status of a refusal, or 200 if the request is allowed; header names are written with _ for -."""
     given = {"host": "127.0.0.1:1025", **{name.replace("_", "-"): value for name, value in headers.items()}}
     refused = refusal(policy, method, path, given)
     return refused.status if refused else 200
@@ -86,7 +86,7 @@ def test_who_shows_a_key_may_ask_under_any_name_where_keys_are_asked_for():
         ({"sec_fetch_site": "cross-site"}, 403),
         ({"sec_fetch_site": "same-site", "origin": "http://127.0.0.1:3000"}, 403),
         ({"sec_fetch_site": "news-to-us"}, 403),
-        ({"origin": "http://127.0.0.1:1025"}, 200),  # browsers tell Sec-Fetch-Site to trustworthy addresses only
+        ({"origin": "http://127.0.0.1:1025"}, 200),  # browsers send Sec-Fetch-Site only to trustworthy addresses
         ({"origin": "https://evil.example"}, 403),
         ({"origin": "http://127.0.0.1:3000"}, 403),
         ({"origin": "null"}, 403),
@@ -121,7 +121,7 @@ def test_every_page_may_ask_where_every_origin_is_allowed():
         ("Application/JSON; charset=utf-8", 200),
         ("application/vnd.api+json", 200),
         ("application/octet-stream", 200),
-        ("", 200),  # tritonclient sends none
+        ("", 200),  # tritonclient sends no Content-Type
         ("text/plain", 415),
         ("text/plain;application/json", 415),
         ("application/x-www-form-urlencoded", 415),

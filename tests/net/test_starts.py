@@ -1,4 +1,4 @@
-"""Programs that start at the same moment on one address: one lives, the others say why they do not and end with 1."""
+"""Of programs that start at the same moment on one address one serves; the others print the reason and exit with 1."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ AGENT = (*CLI, "pool", "agent", "--pool", "8M", "--no-prefault")
 
 
 def start(stack: ExitStack, command: Sequence[object]) -> "subprocess.Popen[str]":
-    """Killed at the end, if it still runs."""
+    """Start a process, which the stack kills at its end."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = stack.enter_context(subprocess.Popen([*map(str, command)], text=True, **pipes))
     stack.callback(process.kill)
@@ -29,7 +29,7 @@ def start(stack: ExitStack, command: Sequence[object]) -> "subprocess.Popen[str]
 
 
 def check_one_lives(commands: Sequence[Sequence[object]], success: str, problem: str) -> None:
-    """The one that lives says `success` first; the others say `problem` on one line, and never `success`."""
+    """One process stays and prints `success`; the others exit with one line, with `problem` in it, and no `success`."""
     with ExitStack() as stack:
         rivals = [start(stack, command) for command in commands]
         until(lambda: sum(rival.poll() is not None for rival in rivals) == len(rivals) - 1)
@@ -79,7 +79,7 @@ def test_a_server_that_lives_answers_on_its_port_and_the_second_is_told_before_i
 
 
 def cluster(folder: Path, name: str) -> list[object]:
-    """An agent with a socket of its own."""
+    """The command of an agent with its own socket."""
     secret = folder / "secret"
     secret.write_bytes(SECRET)
     return [*AGENT, "--socket", folder / f"{name}.sock", "--secret-file", secret]

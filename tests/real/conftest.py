@@ -26,11 +26,11 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def oracle(smollm2_path: Path) -> Oracle:
-    """In float32. A test that changes weights changes those of a copy."""
+    """The oracle, in float32. A test that changes weights changes a copy."""
     return oracles.Oracle(smollm2_path, functools.cache(functools.partial(oracles.load_oracle, smollm2_path)))
 
 
 @pytest.fixture(scope="session")
 def real(smollm2_path: Path, tokenizer: Tokenizer) -> Callable[[str], RealModel]:
-    """The model of a kind, see `open_real`."""
+    """Opens the model of a kind, see `open_real`; once for each kind."""
     return functools.cache(functools.partial(open_real, smollm2_path, tokenizer))

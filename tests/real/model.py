@@ -1,4 +1,4 @@
-"""The real small model in this process: one runner of each kind, engines over it as each test wants them."""
+"""The real small model in this process: one runner of each kind, over which tests make engines as they need."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ class RealModel:
     tokenizer: Tokenizer
 
     def engine(self, num_blocks: int | None = None, **fields: object) -> Engine:
-        """A new one, which knows nothing of those before it. `num_blocks`: how many of the runner's it may use."""
+        """A new engine without the state of earlier ones. `num_blocks`: how many of the runner's blocks it may use."""
         config = replace(self.config, **fields)
         executor = in_process(self.runner, config)
         if num_blocks is not None:
@@ -32,7 +32,7 @@ class RealModel:
         return tuple(self.tokenizer.encode(text))
 
     def forget(self) -> None:
-        """The KV cache is as empty as that of a runner that has just been opened."""
+        """Zero the KV cache, as in a runner that has just been opened."""
         for parts in self.runner.kv_layers:
             for part in parts:
                 part[:] = 0
@@ -43,5 +43,5 @@ def open_real(path: Path, tokenizer: Tokenizer, kind: str) -> RealModel:
     backend, kv_dtype = kind.split(", ")
     config = EngineConfig(model=str(path), backend=backend, kv_dtype=kv_dtype, num_blocks=160, max_seq_len=1024)
     runner = open_runner(config, sorted(tokenizer.eos_ids), lambda done, total: None)
-    torch.set_num_threads(1)  # the reference takes every core, where other tests run beside
+    torch.set_num_threads(1)  # torch would take every core, though other tests run
     return RealModel(config, runner, tokenizer)

@@ -1,7 +1,7 @@
 """The real small model in transformers, read by the gguf package and nothing of ours.
 
-What it says is kept in the user's cache, by the file, the question and the versions of who answers: it is loaded to be
-asked what it has not been asked before, and for nothing else.
+Its results are cached in the user's cache by the file, the question and the versions of torch and transformers. The
+model is loaded only for questions whose results are not cached.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ def load_oracle(path: Path) -> Any:
 
 
 class Oracle:
-    """`model`: what load_oracle gives, made when it is needed. A change of the weights has a name of its own."""
+    """Cached results of a model. `model` returns it when it is needed; `change` identifies changed weights."""
 
     def __init__(self, path: Path, model: Callable[[], Any], change: bytes = b"") -> None:
         self.model = model
@@ -75,11 +75,11 @@ class Oracle:
         self._causes += [version.encode() for version in (torch.__version__, transformers.__version__)]
 
     def likeliest(self, tokens: Sequence[int]) -> list[int]:
-        """The most likely token behind each of them."""
+        """The most likely next token after each of these tokens."""
         return self._kept("likeliest", tokens, lambda model, ids: model(ids).logits[0].argmax(-1)).tolist()
 
     def states(self, tokens: Sequence[int]) -> torch.Tensor:
-        """What the last norm gives for each of them: [tokens, hidden], float32."""
+        """The output of the last norm for each token: [tokens, hidden], float32."""
         return self._kept("states", tokens, lambda model, ids: model.model(ids).last_hidden_state[0])
 
     def _kept(self, name: str, tokens: Sequence[int], ask: Callable[[Any, torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The rank of the real small model is killed under mixed streams: every answer is that of an undisturbed run.
 
-KVLOOM_TEST_KILLS=200 makes it 32 streams and so many kills, and prints what the pauses were.
+KVLOOM_TEST_KILLS=200 runs 32 streams with this many kills, and prints the lengths of the pauses.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ Said = list[tuple[list[int], str]]  # tokens and text of each choice
 
 
 def kinds(adapter: int) -> list[tuple[list[SamplingParams], int]]:
-    """The choices of a request, and its adapter."""
+    """For each kind of request: the parameters of its choices, and its adapter."""
     seeded = replace(GREEDY, temperature=0.9, top_p=0.95, seed=3)
     grammar = replace(GREEDY, temperature=1.0, seed=5, ignore_eos=False, grammar=json_grammar(SCHEMA, "schema"))
     return [
@@ -58,7 +58,7 @@ def kinds(adapter: int) -> list[tuple[list[SamplingParams], int]]:
 
 @dataclass
 class Streams:
-    """Who reads, over and over: what came, and the longest silence of each answer."""
+    """Clients that ask repeatedly; compares each answer with `truth` and records its longest silence in `pauses_s`."""
 
     engine: EngineThread
     asked: Sequence[list[Request]]
@@ -107,7 +107,7 @@ def requests_of(tokenizer: Tokenizer, adapter: int) -> list[list[Request]]:
 
 
 def report(streams: Streams, away_s: Sequence[float]) -> None:
-    """Every answer counted here was compared."""
+    """Print the figures of the run; every answer counted in them was compared."""
     stats = streams.engine.stats()
     print(
         f"\n{len(away_s)} kills, {streams.num_answers} answers, all equal; {stats.total_recomputed_tokens} tokens again"

@@ -1,4 +1,4 @@
-"""What a newcomer types first, with the real small model."""
+"""A newcomer's first commands, with the real small model."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def test_each_way_to_run_it_says_that_paris_is_the_capital(smollm2_path, options
 
 
 def test_a_newcomers_first_question_gets_a_sensible_answer(smollm2_path):
-    with serve() as server:  # no model is named, as by `make serve`
+    with serve() as server:  # without a model's name, as `make serve` does
         assert_continues_with_paris(server, "smollm2")
         body = {"model": "smollm2", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
         answer = httpx.post(server.url + "/v1/chat/completions", json=body | {"temperature": 0}, timeout=120).json()

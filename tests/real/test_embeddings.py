@@ -1,4 +1,4 @@
-"""The real small model: its embeddings are transformers' pooled states, and cached as computed."""
+"""The real small model: its embeddings are transformers' pooled states, also when they come from the cache."""
 
 from array import array
 
@@ -12,8 +12,8 @@ from tests.support.engine.engines import run_all
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 TEXTS = (*PROMPTS[:4], " ".join(PROMPTS))
-FLOAT32_TOLERANCE = 1e-4  # of a vector's length
-KERNEL_LIKENESS = 0.99  # cosine: 8-bit weights
+FLOAT32_TOLERANCE = 1e-4  # relative to a vector's length
+KERNEL_LIKENESS = 0.99  # cosine similarity with 8-bit weights
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_embeddings_are_the_pooled_states_of_transformers(real, truth, kind):
     engine = model.engine()
     for pooling in POOLINGS:
         rounds = []
-        for turn in range(1 if pooling == "mean" else 2):  # the second time from the cache, which has no mean
+        for turn in range(1 if pooling == "mean" else 2):  # the second turn uses the cache, but for mean
             requests = [
                 Request(f"{pooling}{turn}{i}", model.ids(text), SamplingParams(max_tokens=0), pooling=pooling)
                 for i, text in enumerate(TEXTS)

@@ -20,7 +20,7 @@ PROMPTS = ("The capital of France is", "Once upon a time", "def add(a, b):", "On
 
 
 def answers_in_python(config: Path) -> dict[str, list[int]]:
-    """By the number of the prompt."""
+    """The number of each prompt -> its answer."""
     responses: queue.Queue[InferenceResponse] = queue.Queue()
     found: dict[str, list[int]] = {}
     num_ended = 0

@@ -35,7 +35,7 @@ def kind(request) -> str:
 
 @pytest.fixture(scope="module")
 def model(real, tiny_path, tokenizer, kind) -> RealModel:
-    """The reference reads all weights for each sequence: its model is small and random, of the same tokens."""
+    """The real model; for the slow reference, a small random model with the same tokens."""
     return open_real(tiny_path, tokenizer, kind) if "reference" in kind else real(kind)
 
 
@@ -46,7 +46,7 @@ def requests(tokenizer) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def undisturbed(model, requests) -> dict[str, list[Delta]]:
-    """Each request by itself, its prompt computed in one piece, nothing cached."""
+    """The deltas of each request alone, with its prompt computed in one piece and nothing cached."""
     return {request.id: run_all(plain(model), request)[request.id] for request in requests}
 
 
@@ -60,7 +60,7 @@ def plain(model: RealModel, num_blocks: int | None = None, **fields: object) -> 
 
 
 def only_begun(requests: list[Request]) -> list[Request]:
-    """They leave their prompts in a cache, and compute no more than the first token."""
+    """The same requests, each limited to one token: they put their prompts into a cache."""
     return [replace(request, params=replace(request.params, max_tokens=1)) for request in requests]
 
 
@@ -88,7 +88,7 @@ def test_a_cached_prefix_equals_a_computed_one(model, requests, alone):
 
 
 def test_loaded_from_ems_equals_computed(model, requests, alone):
-    """An engine with an empty KV cache takes over what another has computed, bit for bit."""
+    """An engine with an empty KV cache loads the blocks that another one has computed, bit for bit."""
     tier = TierConfig("kvloom.rank.tier.ems:open_tier", timeout_s=10.0, is_watched=True)
     with ems.embedded(pool="64M"):
         for asked, num_cached in ((only_begun(requests), 0), (requests, 16)):
@@ -120,7 +120,7 @@ GUESSED = (
 
 
 def test_guessed_ahead_equals_one_token_at_a_time(real, kind, requests):
-    """Of a model that repeats what it has read, as a random one does not."""
+    """With the real model, which repeats text of its prompt; a random one does not."""
     model, other = real(kind), requests[1]
     repeating = [Request(f"again{i}", model.ids(REPEATING), params) for i, params in enumerate(GUESSED)]
     want = run_all(plain(model), *repeating, other)
@@ -130,7 +130,7 @@ def test_guessed_ahead_equals_one_token_at_a_time(real, kind, requests):
         name: tokens_of(deltas) for name, deltas in want.items()
     }
     for request in repeating:
-        if model.config.backend == "cpu":  # the reference's last bits depend on how a prompt was cut
+        if model.config.backend == "cpu":  # the reference's last bits depend on the prompt's chunks
             assert got[request.id] == want[request.id]
     assert 0 < engine.stats().total_accepted_tokens <= engine.stats().total_draft_tokens
 

@@ -1,6 +1,7 @@
 """Replicas of the real small model are killed under streams: every answer is that of an undisturbed run.
 
-KVLOOM_FLEET_KILLS=100 makes so many kills; without it nothing is run, since a fleet of two takes half a minute.
+KVLOOM_FLEET_KILLS=100 makes this many kills; without it these tests are skipped, since a fleet of two takes half a
+minute.
 """
 
 import os

@@ -55,7 +55,7 @@ def test_streamed_equals_whole_and_the_second_turn_computes_only_what_is_new(dae
     (request,) = found["requests"]
     token_bytes = 2 * 30 * 3 * 64 * 2  # keys and values, layers, KV heads, width of a head, bfloat16
     assert found["kv_bytes"] >= request["prompt_tokens"] * token_bytes
-    assert request["prompt_tokens"] - request["cached_tokens"] <= 50  # the new turn and what surrounds it, and 16
+    assert request["prompt_tokens"] - request["cached_tokens"] <= 50  # the new turn, its template, and up to 16
     assert request["cached_tokens"] > 50
     client.wait(context)
     until(lambda: all(s["kv_bytes"] == 0 for s in daemon.status()["sessions"]))
@@ -70,7 +70,7 @@ def test_a_full_context_ends_with_length(client, smollm2_path):
 
 
 def test_a_text_that_no_context_holds_is_not_tokenised(client, smollm2_path):
-    """15 MiB of words would keep the model's process, and everybody it serves, for a minute."""
+    """Tokenising 15 MiB of words would occupy the model's process for a minute, and delay all its clients."""
     huge, other = client.create(smollm2_path), client.create(smollm2_path)
     context = client.submit(huge, messages=[{"role": "user", "content": "word " * (3 << 20)}])
     assert client.ask(other, max_tokens=2)[-1]["finish_reason"] == "length"
@@ -88,7 +88,7 @@ def test_under_pressure_a_busy_model_gives_back_the_kv_of_idle_sessions(smollm2_
         answer = text_of(client.ask(idle, messages=messages, max_tokens=4))
         before = pss_bytes(daemon.model()["pid"])
         story = [{"role": "user", "content": "Tell a long story."}]
-        context = client.submit(busy, max_tokens=400, messages=story)  # takes less than what the idle one gives back
+        context = client.submit(busy, max_tokens=400, messages=story)  # needs less than the idle one gives back
         client.call("started", context)
         daemon.psi_file.write_text("some avg10=9 total=200000\nfull avg10=0 total=0\n")
         until(lambda: daemon.status()["memory"]["pressure"] == 1)
@@ -117,7 +117,7 @@ def test_all_processes_together_stay_within_the_budget(budget_mib, smollm2_path,
     watcher.start()
     try:
         error, session = client.call("create", json.dumps({"model": str(smollm2_path)}))
-        if budget_mib == 340:  # weights of 100 MiB, and an interpreter with its libraries
+        if budget_mib == 340:  # too little for 100 MiB of weights and a Python process
             assert error == Code.NOMEM
         else:
             until(lambda: daemon.model()["state"] == "ready", limit_s=120)
@@ -133,7 +133,7 @@ def test_all_processes_together_stay_within_the_budget(budget_mib, smollm2_path,
 
 
 def family(pid: int) -> list[int]:
-    """A process and all below it."""
+    """The ids of a process and its descendants."""
     found = [pid]
     for one in found:
         with contextlib.suppress(OSError):
@@ -143,7 +143,7 @@ def family(pid: int) -> list[int]:
 
 
 def pss_bytes(pid: int) -> int:
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
         (line,) = [x for x in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if x.startswith("Pss:")]
         return int(line.split()[1]) * 1024
     return 0

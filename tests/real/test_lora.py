@@ -1,4 +1,4 @@
-"""The real small model with adapters: the tokens of merged weights in transformers (fp32), alone as in company."""
+"""The real small model with adapters: the tokens of merged weights in transformers (fp32), alone and in batches."""
 
 import copy
 import functools
@@ -50,7 +50,7 @@ def test_greedy_answers_with_an_adapter_are_those_of_its_merged_weights(real, or
     engine = base.engine()
     id = engine.adapters.load(folders[0]).id
     prompts = [base.ids(text) for text in PROMPTS]
-    few = replace(PARAMS, max_tokens=6)  # the reference reads all weights for each
+    few = replace(PARAMS, max_tokens=6)  # the reference reads all weights for each token of each sequence
     requests = [Request(f"{own}-{i}", ids, few, adapter=own) for own in (0, id) for i, ids in enumerate(prompts)]
     found = {name: tokens_of(deltas) for name, deltas in run_all(engine, *requests).items()}
     engine.adapters.unload(id)
@@ -59,12 +59,12 @@ def test_greedy_answers_with_an_adapter_are_those_of_its_merged_weights(real, or
     for i, ids in enumerate(prompts):
         answer = found[f"{id}-{i}"]
         assert changed.likeliest([*ids, *answer])[len(ids) - 1 : -1] == answer
-        assert answer != found[f"0-{i}"]  # the adapter is strong enough to be seen
+        assert answer != found[f"0-{i}"]  # the adapter has a visible effect
 
 
 @pytest.mark.parametrize("kind", ["cpu, bf16", "cpu, int8"])
 def test_three_adapters_and_the_base_in_a_batch_answer_as_each_alone(real, folders, kind):
-    """Also when blocks run out, prompts come in chunks, and sampled: on the CPU kernels."""
+    """On the CPU kernels, also when blocks run out, with prompts in chunks, and with sampling."""
     model = real(kind)
     engine = model.engine(
         num_blocks=12, max_seq_len=128, max_batch=8, max_tokens_per_step=11, enable_prefix_cache=False

@@ -1,4 +1,4 @@
-"""Structured output of the real model: every sample is of its schema, and others in the batch are as without it."""
+"""Structured output of the real model: every sample matches its schema; other requests in the batch are unaffected."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Tools with the real model, whose template knows none: what must be called is called, read from its own text."""
+"""Tools with the real model, whose template has none: required calls are made and parsed from the model's text."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A server where torch is not installed: it answers, embeds, adapts, follows a schema and keeps prefixes in a pool."""
+"""A server without torch: it answers, embeds, uses adapters, follows a schema and keeps prefixes in a pool."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.support.waiting import until
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
-# As Python runs it at its start: these packages are then as if nobody had installed them.
+# Python runs this at its start; it hides these packages as if they were not installed.
 ABSENT = """
 import sys
 
@@ -87,7 +87,7 @@ def chat(server: ServeProcess, **fields: Any) -> str:
 
 
 def counted(server: ServeProcess, what: str) -> float:
-    """Blocks that went to the pool ("saved") or came from it ("loaded")."""
+    """The number of blocks that were saved to the pool ("saved") or loaded from it ("loaded")."""
     found = re.search(rf"^kv_tier_{what}_blocks_total\S* (\S+)", httpx.get(server.url + "/metrics").text, re.MULTILINE)
     assert found
     return float(found[1])

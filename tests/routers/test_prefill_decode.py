@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 @dataclass(slots=True)
 class Parted:
-    """Two servers on one pool, one that is alone, and a router that drives the two."""
+    """Two servers on one pool and a client of the router in front of them; and a third server without a pool."""
 
     prefill: ServeProcess
     decode: ServeProcess
@@ -35,7 +35,7 @@ class Parted:
 
 @contextmanager
 def pooled(folder: Path, socket: Path | None) -> Iterator[ServeProcess]:
-    """A server with the mock model, whose keys and values are real."""
+    """A server with the mock model, whose KV cache holds real bytes; with a pool if `socket` is given."""
     document = mock_document()
     document["OtherParam"]["ResourceParam"]["cacheBlockSize"] = 16
     if socket is not None:
@@ -64,7 +64,7 @@ def ask(server: ServeProcess, path: str, body: Json, **fields: Any) -> httpx.Res
 
 
 def computed(server: ServeProcess, body: Json) -> Json:
-    """kv_transfer_params of a prompt that the server has computed for another one."""
+    """Let the server compute a prompt for another server; the kv_transfer_params of its answer."""
     answer = ask(server, "/v1/completions", {**body, "max_tokens": 1}, kv_transfer_params=ASK)
     assert answer.status_code == 200, answer.text
     told: Json = answer.json()["kv_transfer_params"]
@@ -76,7 +76,7 @@ def num_cached(answer: httpx.Response) -> int:
 
 
 def num_loaded(server: ServeProcess) -> int:
-    """Tokens that the server has taken out of the pool."""
+    """The number of tokens whose blocks the server has loaded from the pool."""
     lines = httpx.get(server.url + "/metrics").text.splitlines()
     [line] = [line for line in lines if line.startswith("kv_tier_loaded_blocks_total{")]
     return 16 * int(float(line.split()[-1]))
@@ -88,7 +88,7 @@ def choices(answer: httpx.Response) -> Any:
 
 
 def fresh(body: Json, name: str) -> Json:
-    """The same with a prompt that nobody has had."""
+    """The same body with a prompt that no server has computed yet."""
     if "messages" in body:
         return {**body, "messages": [{"role": "user", "content": name + PROMPT}]}
     return {**body, "prompt": name + PROMPT}
@@ -105,7 +105,7 @@ def test_a_router_drives_two_servers_and_the_answer_is_a_lone_ones(parted: Parte
     before = num_loaded(parted.decode)
     answer = parted.client.post(path, json=asked)
     assert choices(answer) == choices(ask(parted.lone, path, asked))
-    assert num_loaded(parted.decode) - before >= 18 * 16  # the router tells the first server's cached tokens
+    assert num_loaded(parted.decode) - before >= 18 * 16  # usage shows the first server's cached tokens
     events = parted.client.post(path, json={**asked, "stream": True})
     assert text_of(events.text) == text_of(ask(parted.lone, path, asked, stream=True).text)
     assert "kv_transfer_params" not in answer.text + events.text
@@ -138,7 +138,7 @@ def test_a_second_server_that_is_asked_first_computes_by_itself(parted: Parted):
         "do_remote_prefill": False,
         "remote_request_id": "cmpl-1",
         "tp_size": 2,
-    }  # whose keys say nothing here
+    }  # keys of vLLM's connectors, without effect here
     for params in (None, {}, of_a_connector, told):
         answer = ask(parted.decode, "/v1/completions", asked, kv_transfer_params=params)
         assert choices(answer) == choices(ask(parted.lone, "/v1/completions", asked))
@@ -210,7 +210,7 @@ def test_a_first_server_killed_between_the_two_costs_nothing(tmp_path: Path, par
         answer = ask(decode, "/v1/completions", asked, kv_transfer_params=told)
         assert choices(answer) == choices(ask(parted.lone, "/v1/completions", asked))
         assert num_cached(answer) >= 304
-        agent.kill()  # and the pool itself
+        agent.kill()  # the pool dies, too
         asked = fresh(TEXT, "gone ")
         answer = ask(decode, "/v1/completions", asked, kv_transfer_params=told)
         assert choices(answer) == choices(ask(parted.lone, "/v1/completions", asked))

@@ -1,4 +1,4 @@
-"""sglang-router and vllm-router as their wheels bring them, before plain servers: nothing is set up for either side."""
+"""sglang-router and vllm-router, as their wheels install them, in front of plain servers without any setup."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,13 +31,13 @@ class Routed:
         return [server.url for server in self.servers]
 
     def refused(self) -> list[tuple[str, str, int]]:
-        """What the servers were asked and did not answer with 200."""
+        """(method, path, status) of the requests that the servers did not answer with 200."""
         return [each for seen in self.seen for each in seen.asked if each[2] != 200]
 
 
 @contextmanager
 def routed(module: str) -> Iterator[Routed]:
-    """By its policy of caches, the default of both."""
+    """Two servers behind the router with its policy "cache_aware", the default of both routers."""
     seen = [Recorder(), Recorder()]
     with ExitStack() as stack:
         servers = [stack.enter_context(fake_server(wrap=each.wrap)) for each in seen]
@@ -54,7 +54,7 @@ def sglang() -> Iterator[Routed]:
 
 @pytest.fixture(scope="module")
 def sglang_parted() -> Iterator[httpx.Client]:
-    """The router asks both servers for the whole answer at once, with the number of a room where they are to meet."""
+    """A client of SGLang's router, which sends both servers the whole request at once, with a `bootstrap_room`."""
     with fake_server() as one, fake_server() as two:
         arguments = ("--pd-disaggregation", "--prefill", one.url, "8998", "--decode", two.url)
         with router(SGLANG, *arguments) as client:
@@ -71,7 +71,7 @@ def vllm() -> Iterator[Routed]:
 def made(request: pytest.FixtureRequest) -> Routed:
     found: Routed = request.getfixturevalue(request.param)
     for seen in found.seen:
-        seen.asked = [each for each in seen.asked if each[2] == 200]  # other tests ask for errors
+        seen.asked = [each for each in seen.asked if each[2] == 200]  # other tests cause errors on purpose
     return found
 
 

@@ -1,4 +1,4 @@
-"""Data sets of token ids: the rules of the format, and texts turned into it."""
+"""Data sets of token ids: the rules of the format, and the conversion of texts."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Figures of a run, from times that are known."""
+"""The figures of a run, computed from known times."""
 
 import math
 

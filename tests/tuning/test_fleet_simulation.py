@@ -1,4 +1,4 @@
-"""A simulated fleet: of one replica it is the engine's simulation; of many, every request ends once, whatever fails."""
+"""A simulated fleet: one replica gives the engine's simulation; of many, every request ends once, whatever fails."""
 
 import json
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def test_every_request_ends_once_with_all_its_tokens_or_an_error(
 
 
 def shared(num: int, every_s: float = 0.2) -> list[Arrival]:
-    """Requests of 8 conversations in turn, each with a beginning of its own."""
+    """Requests of 8 conversations in turn, each with its own prefix."""
     return [Arrival(i * every_s, 40, 4, hash_ids=(i * 5 % 8,)) for i in range(num)]
 
 
@@ -111,13 +111,13 @@ def test_long_prompts_are_computed_apart_and_their_blocks_cost_the_way():
     assert [run.num_output for run in fast.times] == [6, 6]
     assert fast.times[0].first_token_s == slow.times[0].first_token_s == pytest.approx(3 * 0.004 + 40 * 0.001)
     assert slow.times[0].gaps_s[0] - fast.times[0].gaps_s[0] == pytest.approx(10 * 1.048576 / 10, rel=0.05)
-    assert fast.hit_rate > 0.4  # the whole prompt but for its end was there
+    assert fast.hit_rate > 0.4  # all of the prompt but its end was cached
 
 
 def test_routing_by_prefix_weighs_what_is_held_against_what_waits():
     routing, hashes = Prefix({"a": 100, "b": 100}, 4), [bytes([i]) * 32 for i in range(8)]
     first = routing.route(Ask(1, hashes, 33), ["a", "b"])
-    assert routing.route(Ask(2, hashes, 33), ["a", "b"]) != first  # to wait would take longer than to compute
+    assert routing.route(Ask(2, hashes, 33), ["a", "b"]) != first  # waiting would take longer than computing
     for id in (1, 2):
         routing.begun(id)
         routing.ended(id)
@@ -243,9 +243,9 @@ def test_the_command_line_says_how_many_replicas_an_slo_needs(files, tmp_path):
     assert "prefix: no number up to 3 keeps the SLO" in done.stdout
     done = CliRunner().invoke(app, [*files, "--fleet", "--replicas", "2", "--fail", "0.1:1:0.2", "--prefill", "1"])
     assert done.exit_code == 0, done.output
-    assert "within" not in done.stdout  # there is no SLO to be within
+    assert "within" not in done.stdout  # because there is no SLO
     done = CliRunner().invoke(app, [*files, "--fleet", "--slo-ttft-ms", "500", "--fail", "0.1:2:0.2", "--json"])
-    assert [each["num_replicas"] for each in json.loads(done.stdout)["points"]] == [3]  # the third must be there
+    assert [each["num_replicas"] for each in json.loads(done.stdout)["points"]] == [3]  # --fail names the third replica
 
 
 @pytest.mark.parametrize(

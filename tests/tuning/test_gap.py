@@ -1,4 +1,4 @@
-"""The gap that `kvloom tune` proposes, and what it says of its price."""
+"""The gap that `kvloom tune` proposes, and the price that it states."""
 
 import msgspec
 
@@ -13,7 +13,7 @@ TIMES = StepTimes(
     base_s=0.002, few_token_s=0.0005, token_s=0.0004, sample_s=0.0001, kilopair_s=0.0, model="m", num_blocks=870,
     block_size=16, max_seq_len=2048,
 )  # fmt: skip
-DEAR_STEPS = msgspec.structs.replace(TIMES, base_s=0.2)  # a step more costs as much as 500 tokens
+DEAR_STEPS = msgspec.structs.replace(TIMES, base_s=0.2)  # one more step costs as much as 500 tokens
 
 
 def test_the_default_where_it_costs_little():

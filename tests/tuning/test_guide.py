@@ -1,4 +1,4 @@
-"""The tuning guide (spec 2.3.2) followed word by word, with the commands and files that it names."""
+"""The tuning guide (spec 2.3.2), followed literally, with the commands and files that it names."""
 
 import json
 import math
@@ -21,7 +21,7 @@ BLOCK, MAX_OUTPUT, NUM_ROWS, NUM_INPUT = 128, 16, 24, 40
 
 @dataclass(slots=True)
 class Site:
-    """An install folder, and what a run in it left behind."""
+    """An install folder, and the results of a run in it."""
 
     folder: Path
 
@@ -41,7 +41,7 @@ class Site:
         self.write(document)
 
     def run(self) -> "subprocess.CompletedProcess[str]":
-        """Step 4: `llm_engine_test` with the data set beside it, as set_env.sh with the Python log switched on."""
+        """Step 4: `llm_engine_test` with the data set in its folder; the Python log is on, as by set_env.sh."""
         for old in (self.folder / "logs").glob("*"):
             old.unlink()
         python = {"MIES_PYTHON_LOG_TO_FILE": "1", "MIES_PYTHON_LOG_PATH": str(self.folder / "python/pythonlog.log")}
@@ -94,7 +94,7 @@ def site(request, tmp_path) -> Site:
 
 
 def follow(site: Site, average_input: float, average_output: float) -> int:
-    """Steps 2 and 3: the formulas' values, with what the last run printed and logged. Returns maxBatchSize."""
+    """Steps 2 and 3: set the formulas' values from what the last run printed and logged. Returns maxBatchSize."""
     per_request = math.ceil(average_input / BLOCK) + math.ceil(MAX_OUTPUT / BLOCK)
     batch = max(1, site.total_blocks() // per_request)
     set_batch(site, batch, average_input)
@@ -134,7 +134,7 @@ def test_the_guide_can_be_followed_and_tune_ends_where_it_ends(site):
     assert max(columns[5] for columns in raised) <= site.total_blocks()
     assert max(columns[4] for columns in raised) <= batch
 
-    set_batch(site, 1, average_input)  # lpot: "only by steps": smaller until the limit holds
+    set_batch(site, 1, average_input)  # lpot falls "only by steps": smaller batches until the limit holds
     assert site.run().returncode == 0
     assert {columns[4] for columns in site.completed()} == {1}
 
@@ -153,7 +153,7 @@ def test_the_guide_can_be_followed_and_tune_ends_where_it_ends(site):
 
 
 def tuned(site: Site) -> dict[str, Any]:
-    """What `kvloom tune` proposes for the same data set and the same longest answer."""
+    """The proposal of `kvloom tune` for the same data set and the same longest answer."""
     options = ["--config", "conf/config.json", "--data", "token_input_gsm.csv", "--max-output", str(MAX_OUTPUT)]
     options += ["--output-len", str(MAX_OUTPUT), "--most", "4", "--point-s", "0.5"]
     done = subprocess.run(

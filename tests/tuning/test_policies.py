@@ -1,4 +1,4 @@
-"""Priority, deadlines and tenants over whole loads, in simulated time: what a policy promises, end to end."""
+"""The guarantees of scheduling policies for priorities, deadlines and tenants, over whole loads in simulated time."""
 
 import pytest
 from hypothesis import given, settings
@@ -22,11 +22,11 @@ LOADS = st.lists(
     min_size=2,
     max_size=15,
 )
-SLOW = make_times(num_blocks=40, base_s=2.0)  # a step of seconds, so that queues form
+SLOW = make_times(num_blocks=40, base_s=2.0)  # a step takes seconds, so that queues form
 
 
 def first_tokens(trace: list[Arrival], **fields: object) -> list[float]:
-    """When each request's first token came, on the trace's clock."""
+    """The time of each request's first token, on the trace's clock."""
     config = EngineConfig(backend="fake", max_batch=2, max_tokens_per_step=16, **fields)
     found = simulate(trace, config, SLOW)
     return [a.arrival_s + (run.first_token_s or 0.0) for a, run in zip(trace, found.times, strict=True)]
@@ -57,7 +57,7 @@ def test_a_crowd_of_one_tenant_does_not_hold_up_another(crowd, output, arrival_s
     trace.append(Arrival(arrival_s, 10, output, tenant="one"))
     *others, one = first_tokens(trace, fair_token_s=fair_token_s)
     ahead = sum(arrival_s < start <= one for start in others)
-    share = int(arrival_s / ((10 + output) * fair_token_s)) + 1  # what the crowd may have been served by then
+    share = int(arrival_s / ((10 + output) * fair_token_s)) + 1  # of the crowd: served at its fair rate by then
     assert ahead <= 2 + share
 
 

@@ -1,4 +1,4 @@
-"""The simulator does what the engine does, and its step times are found again by the fit."""
+"""The simulator behaves as the engine does, and the fit recovers its step times."""
 
 import json
 import random
@@ -34,7 +34,7 @@ def make_times(num_blocks: int = 200, **fields) -> StepTimes:
 
 
 class LateExecutor(InProcessExecutor):
-    """As a rank process: a batch is run when the one before it has ended, and is there already."""
+    """Behaves as a rank process: it runs a batch, submitted in advance, once the batch before has ended."""
 
     def __init__(self, runner: FakeRunner, max_submitted: int) -> None:
         super().__init__(runner, max_submitted)
@@ -224,9 +224,9 @@ def test_the_command_measures_once_and_prints_figures(tmp_path):
     shown = CliRunner().invoke(app, command)
     assert shown.exit_code == 0, shown.output
     assert "generate speed" in shown.output
-    save_times(make_times(), times)  # known ones: they are not measured again
+    save_times(make_times(), times)  # existing step times are not measured again
     result = CliRunner().invoke(app, [*command, "--json"])
     found = json.loads(result.stdout.splitlines()[-1])
     assert (found["num_requests"], found["average_output_length"]) == (20, 7)
     assert found["num_steps"] > 20
-    assert found["lpot_ms"]["p50"] == pytest.approx(1000 * (STEP_S + TOKEN_S))  # each is alone
+    assert found["lpot_ms"]["p50"] == pytest.approx(1000 * (STEP_S + TOKEN_S))  # each runs alone

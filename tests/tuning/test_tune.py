@@ -1,4 +1,4 @@
-"""The tuner's decisions over curves that are known, its files, and that it goes on where it was stopped."""
+"""The tuner's decisions on known curves, its files, and that it continues where it was stopped."""
 
 import json
 import re
@@ -47,8 +47,8 @@ def test_the_choice_of_the_guides_own_table():
     points = [point(batch, *values) for batch, values in TABLE_2_10.items()]
     assert choose(points, 80).max_batch == 87
     assert choose(points, 100).max_batch == 100
-    assert choose(points, 10).max_batch == 87  # nothing keeps it: the least lpot
-    assert choose(points, None).max_batch == 200  # every other one has less than 95 % of its throughput
+    assert choose(points, 10).max_batch == 87  # no batch keeps the limit: the least lpot
+    assert choose(points, None).max_batch == 200  # every other batch has less than 95 % of its throughput
     assert choose([*points, point(120, 95, 1100)], None).max_batch == 120
 
 
@@ -118,7 +118,7 @@ def test_the_table_and_the_plot_mark_the_choice():
     assert table.count("chosen") == 1
     assert "| maxBatchSize | 87 | why |" in table
     page = plot_html(points, chosen, 80, "a <b>")
-    assert page.count("<circle") == len(points) + 1  # the chosen one is marked
+    assert page.count("<circle") == len(points) + 1  # the chosen point is marked
     assert "87 (chosen)" in page
     assert "limit 80 ms" in page
     assert "a &lt;b&gt;" in page
@@ -154,7 +154,7 @@ def test_an_interrupted_run_goes_on_with_what_it_has(tmp_path, monkeypatch):
 
 
 def test_no_larger_batches_are_timed_than_are_to_be_tried(tmp_path):
-    """And when larger ones are, steps are timed once more; the runs are kept."""
+    """When larger batches are to be tried, steps are timed again; earlier runs are kept."""
     timed: list[int] = []
 
     def show(what: str, done: int, total: int) -> None:
@@ -199,7 +199,7 @@ def test_the_command_writes_a_configuration_that_is_right(tmp_path):
     assert (output / CONFIG).stat().st_mode & 0o007 == 0
     assert "| chosen |" in (output / TABLE).read_text()
     assert "limit 0.001 ms" in (output / PLOT).read_text()
-    again = CliRunner().invoke(app, [*command, "--most", "4", "--lpot", "10000"])  # another limit, the same points
+    again = CliRunner().invoke(app, [*command, "--most", "4", "--lpot", "10000"])  # another limit reuses the points
     assert again.exit_code == 0, again.output
     points = json.loads((output / STATE).read_text())["points"]
     assert [p["max_batch"] for p in points][:3] == [1, 2, 4]

@@ -1,4 +1,4 @@
-"""One valid request of every route, in every dialect: what golden files show and mutations begin with."""
+"""One valid request of every route, in every dialect: the cases of the golden files and the seeds of mutations."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""A fake model whose steps wait for leave."""
+"""A fake model whose steps wait until a test releases them."""
 
 import threading
 from typing import Any
@@ -11,12 +11,12 @@ LIMIT_S = 120.0
 
 
 class Gate:
-    """Holds every FakeRunner's steps until they are let through: so many, or all from now on."""
+    """Holds every FakeRunner's steps until the test releases some (`let`) or all later ones (`open`)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._leave = threading.Semaphore(0)
         self._is_open = threading.Event()
-        self.sizes: list[int] = []  # sequences of every step that began
+        self.sizes: list[int] = []  # the number of sequences of every step that began
         self._num_let = 0
         run = FakeRunner.run
 
@@ -34,7 +34,7 @@ class Gate:
 
     @property
     def is_waited_at(self) -> bool:
-        """Whether a step waits and every one that was let through has ended."""
+        """Whether a step waits and every released one has ended."""
         return len(self.sizes) == self._num_let + 1
 
     def open(self) -> None:

@@ -34,7 +34,7 @@ _UNSTABLE = (
 
 @contextmanager
 def golden_server(**config: object) -> Iterator[FakeServer]:
-    """maxSeqLen 2048 and the other limits that the files show. `config`: more of EngineConfig."""
+    """A server with maxSeqLen 2048 and the other limits that the files show. `config`: more fields of EngineConfig."""
     options = WireOptions(validates_model=True)
     limits = {"max_iter_times": 512, "enable_prefix_cache": False, **config}
     with fake_server(names=(MODEL,), options=options, max_link_num=300, **limits) as server:
@@ -48,9 +48,9 @@ def stable(text: str) -> str:
 
 
 def shown(server: FakeServer, case: Case) -> str:
-    """Request and answer as the file has them. NUL is written as <NUL>."""
+    """Send the request; both it and the answer in the form of the file. NUL is written as <NUL>."""
     body = msgspec.json.encode(case.body).decode() if case.body is not None else None
-    until(lambda: server.engine.stats().num_running == 0)  # counts are of a server at rest
+    until(lambda: server.engine.stats().num_running == 0)  # the files show the counts of an idle server
     lines = [f"{case.method} {case.path}", *(f"{name}: {value}" for name, value in case.headers.items())]
     lines += ["", body] if body is not None else []
     response = server.client.request(case.method, case.path, content=body, headers=case.headers)
@@ -62,9 +62,9 @@ def shown(server: FakeServer, case: Case) -> str:
 
 
 def shape(shown: str) -> list[object]:
-    """What `shown` has of a request whoever computes: all but the values of a good answer, of which their kinds.
+    """The part of `shown` that is the same with any engine; in a good answer values are replaced by their kinds.
 
-    Several alike, one behind the other, are one: events of a stream, elements of a list.
+    Consecutive equal shapes count as one: events of a stream, elements of a list.
     """
     head, status, rest = re.split(r"^(\d{3} [A-Z].*)$\n", shown, maxsplit=1, flags=re.MULTILINE)
     headers, _, body = rest.partition("\n\n")
@@ -97,12 +97,12 @@ def _once(values: Iterable[object]) -> list[object]:
 
 
 def read(case: Case) -> str:
-    """The file of a case."""
+    """The text of a case's file."""
     return (FOLDER / f"{case.name}.txt").read_text()
 
 
 def write() -> None:
-    """All files, and no others."""
+    """Write the files of all cases; delete others."""
     FOLDER.mkdir(exist_ok=True)
     for old in FOLDER.glob("*.txt"):
         old.unlink()

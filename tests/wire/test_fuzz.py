@@ -1,4 +1,4 @@
-"""6,000 mutated requests over every route: never a 5xx, never silence, and memory stays where it was."""
+"""6,000 mutated requests over every route: never a 5xx, never a missing answer, and no growth of memory."""
 
 import copy
 import gc
@@ -23,7 +23,7 @@ NUM_WARM = 1_500
 NUM_THREADS = 4
 TIMEOUT_S = 120.0
 MAX_GROWTH_BYTES = 24 << 20
-DEEP, LONG = "nested", "long"  # stand for arrays in arrays and for a number of 6000 digits
+DEEP, LONG = "nested", "long"  # placeholders for nested arrays and for a number of 6000 digits
 VALUES: tuple[Any, ...] = (
     *(
         None,
@@ -74,7 +74,7 @@ def spots(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def change(body: Any, draw: random.Random) -> Any:
-    """One value replaced, dropped, renamed, doubled or added."""
+    """Replace, remove, add or repeat one value, or wrap it in a list."""
     *above, key = draw.choice(spots(body)[1:] or [("",)])
     parent = body
     for step in above:
@@ -110,7 +110,7 @@ KEYS = sorted(
 
 
 def damage(data: bytes, draw: random.Random) -> bytes:
-    """Bytes cut, turned, put in or taken out."""
+    """Truncate the bytes, insert or replace some, remove all, or double them."""
     at = draw.randrange(len(data) + 1)
     junk = draw.choice((b"\xff", b"\xef\xbb\xbf", b"\0", b"}", b'"', b"\xed\xa0\x80", b"[" * 2000, b"\\u12", b"1e999"))
     return draw.choice((data[:at], data[:at] + junk + data[at:], data[:at] + junk + data[at + 1 :], b"", data + data))
@@ -139,7 +139,7 @@ def mutated(case: Case, draw: random.Random) -> tuple[str, str, bytes, dict[str,
 
 
 class Sender:
-    """One keep-alive connection."""
+    """A client with one keep-alive connection."""
 
     def __init__(self, server: FakeServer) -> None:
         host, _, port = server.url.removeprefix("http://").partition(":")
@@ -149,12 +149,12 @@ class Sender:
         self._connection.close()
 
     def send(self, method: str, path: str, data: bytes, headers: dict[str, str]) -> int:
-        """The status of a whole answer; one that lasts too long raises TimeoutError."""
+        """Send a request and read the whole answer; its status. Raises TimeoutError if it takes too long."""
         try:
             self._connection.request(method, path, data, headers)
             response = self._connection.getresponse()
             response.read()
-        except ConnectionError:  # it closed after an earlier request that was no HTTP
+        except ConnectionError:  # the server closed after an earlier, invalid request
             self._connection.close()
             return self.send(method, path, data, headers)
         return response.status
@@ -167,7 +167,7 @@ def rss_bytes() -> int:
 
 
 def run(server: FakeServer, requests: list[tuple[str, str, bytes, dict[str, str]]]) -> list[str]:
-    """What went wrong: a line a request."""
+    """Send the requests; one line for each that failed."""
     wrong: list[str] = []
 
     def work(own: list[tuple[str, str, bytes, dict[str, str]]]) -> None:
@@ -192,7 +192,7 @@ def run(server: FakeServer, requests: list[tuple[str, str, bytes, dict[str, str]
 
 
 def test_mutated_requests_never_fail_hang_or_leak(tmp_path: Path):
-    """In a process of its own, whose memory no other test's threads and caches come and go in."""
+    """Runs in its own process, so that threads and caches of other tests do not change the measured memory."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         process.submit(send_mutated, tmp_path).result()
 
@@ -204,7 +204,7 @@ def send_mutated(folder: Path) -> None:
     with fake_server(names=(MODEL,), store=store, max_iter_times=16) as server:
         total = server.engine.stats().num_blocks
         wrong = run(server, requests[:NUM_WARM])
-        for _ in range(3):  # what is lost is lost every time; what a process keeps of its first time is kept once
+        for _ in range(3):  # a leak grows in every round; what a process keeps after its first use does not
             before = rss_bytes()
             wrong += run(server, requests[NUM_WARM:])
             assert not wrong, "\n".join([f"{len(wrong)} of {NUM_REQUESTS}", *wrong[:20]])

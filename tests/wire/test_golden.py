@@ -1,6 +1,6 @@
 """Every route and dialect, streaming and not, against the golden files (`make golden` writes them again).
 
-Over vLLM, whose tokens are others, their shape is compared: status, headers, names and kinds of all values, and the
+Over vLLM, whose tokens differ, only their shape is compared: status, headers, names and kinds of all values, and the
 order of a stream's events.
 """
 
@@ -24,7 +24,7 @@ def golden() -> Iterator[FakeServer]:
 
 @pytest.fixture(scope="module")
 def embedding(golden: FakeServer) -> Iterator[FakeServer]:
-    """vLLM embeds where it was started for nothing else."""
+    """A server that makes embeddings; vLLM makes them only when it was started with the pooling runner."""
     if not OVER_VLLM:
         yield golden
         return
@@ -58,7 +58,7 @@ def test_there_is_a_file_for_every_case_and_a_case_for_every_route(golden: FakeS
                 assert found, f"no case for {method} {path}"
 
 
-# stopping ends the server, times and machines differ; the description and the console are checked on their own
+# stopping ends the server; times and machines differ; other tests check the description and the console
 NOT_SHOWN = {"/stopService", "/openapi.json", "/docs", "/metrics", "/v2/models/stats", "/server_info"}
 
 

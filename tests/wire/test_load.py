@@ -1,4 +1,4 @@
-"""Many streams at once, the request that is one too many, and how fast a slot is free again."""
+"""Many streams at once, the first request over the limit, and how soon a slot is free again."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 @pytest.fixture(autouse=True)
 def many_files():
-    """Both ends of a thousand connections are in this process."""
+    """Raise the limit of descriptors: this process holds both ends of a thousand connections."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], min(4096, before[1])), before[1]))
     yield
@@ -115,7 +115,7 @@ def test_request_901_is_refused_in_its_dialect_and_the_900_are_answered(gate: Ga
     beside = ("stopInfer", "tokenizer", "tokenize", "count_tokens", "show", "pull", "push", "create", "copy")
     beside += ("ping", "render", "flush_cache", "index", "wake_up", "reset_prefix_cache?reset_running_requests=true")
     generating = [case for case in generating if not case.path.endswith(beside) and "/blobs/" not in case.path]
-    generating = [case for case in generating if case.name != "ollama-chat-load"]  # asks for no answer
+    generating = [case for case in generating if case.name != "ollama-chat-load"]  # generates no answer
     with fake_server(names=(MODEL,), max_link_num=NUM_SERVED) as server:
 
         def refused() -> None:
@@ -148,7 +148,7 @@ def _taken(server: FakeServer) -> int:
 
 @contextmanager
 def _two_running(server: FakeServer, gate: Gate, path: str) -> Iterator[httpx.Response]:
-    """A request that stays and another one, whose open stream this gives; both are in the step that waits."""
+    """Start a request that stays and a second one; both are in the waiting step. The open stream of the second."""
     body = {"text_input": "hi", "prompt": "hi", "model": MODEL, "stream": True, "max_tokens": 30}
     body |= {"parameters": {"max_new_tokens": 30}, "id": "leaves"}
     if path == "/generate":
@@ -188,7 +188,7 @@ def test_stop_infer_frees_the_slot_within_one_step(gate: Gate):
 
 
 def _is_free_within_one_step(server: FakeServer, gate: Gate) -> None:
-    """The step under way still has both; the next one begins without the one that left, and its count says so."""
+    """The running step still has both requests; the next one begins without the one that left, as its count shows."""
     num_steps = len(gate.sizes)
     gate.let(2)
     until(lambda: _taken(server) == 1)

@@ -1,4 +1,4 @@
-"""The requests that spec 2.4 and 3.3.2 have, verbatim, and what their answers must mean."""
+"""The requests of spec 2.4 and 3.3.2, verbatim, and the meaning of their answers."""
 
 import json
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ NATIVE = """{"inputs": "My name is Olivier and I", "stream": true, "parameters":
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
-    """The limits of the specification's own example; any model name is served by the default one."""
+    """A server with the limits of the specification's example; its model answers under any name."""
     with fake_server(names=(MODEL,), max_iter_times=512, has_eos=False) as opened:
         yield opened
 
@@ -97,7 +97,7 @@ def test_tgi_stream(server: FakeServer):
 def test_vllm(server: FakeServer):
     frames = post(server, "/generate", VLLM).split("\0")
     assert frames.pop() == ""
-    assert 8 < len(frames) <= 16  # a token that adds no text is no frame
+    assert 8 < len(frames) <= 16  # a token without text makes no frame
     assert all(len(json.loads(frame)["text"][0]) <= 1 for frame in frames)
     whole = post(server, "/generate", VLLM.replace("true", "false"))
     assert json.loads(whole)["text"][0].startswith("My name is Olivier and I")
@@ -139,7 +139,7 @@ def test_native(server: FakeServer):
 
 
 def test_infer(server: FakeServer):
-    """The sample's ids are of a vocabulary of 32000; the fake model's has 258, so they are brought into it."""
+    """The sample's ids belong to a vocabulary of 32000; they are mapped into the fake model's 258."""
     refused = server.client.post(f"/v2/models/{MODEL}/infer", content=INFER)
     assert refused.status_code == 422
     assert "vocabulary" in refused.json()["error"]

@@ -1,4 +1,4 @@
-"""schemathesis reads /openapi.json and asks every operation with made-up values, right ones and wrong ones."""
+"""schemathesis reads /openapi.json and calls every operation with generated values, valid and invalid ones."""
 
 import pytest
 import schemathesis
@@ -19,7 +19,7 @@ SETTINGS = settings(
 
 @pytest.mark.timeout(120)
 def test_no_described_operation_fails():
-    """Stopping the service ends it, so it is asked last, after putting the model to sleep and waking it."""
+    """The operation that stops the service comes last, after those that put the model to sleep and wake it."""
     with fake_server(max_iter_times=16) as server:
         description = server.client.get("/openapi.json").json()
         schema = schemathesis.openapi.from_dict(description)
