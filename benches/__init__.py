@@ -1,1 +1,1 @@
-"""Measurements: one JSON line each, fixed inputs, ratios against a limit or a peer of the same run."""
+"""Measurements with fixed inputs: one JSON line each, as ratios to a limit or a peer of the same run."""

@@ -1,6 +1,6 @@
-"""`python -m benches [NAME ...]` runs benches, each in a process of its own; without names all that need no options.
+"""`python -m benches [NAME ...]` runs benches, each in its own process; without names all that need no options.
 
-A name is of a folder or of a bench in it: `python -m benches kernels pool.native`.
+A name is that of a folder or of a bench in it: `python -m benches kernels pool.native`.
 """
 
 import argparse
@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 def benches() -> list[str]:
-    """All that can be run, as folder.name."""
+    """The names of all benches that can be run, as folder.name."""
     paths = sorted(path for path in HERE.glob("*/*.py") if "__main__" in path.read_text())
     return [f"{path.parent.name}.{path.stem}" for path in paths]
 

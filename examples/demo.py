@@ -1,4 +1,4 @@
-"""`make demo`: start a server, ask one question, print the answer as it comes, stop the server."""
+"""`make demo`: start a server, ask one question, print the streamed answer, stop the server."""
 
 import json
 import re

@@ -16,7 +16,7 @@ from kvloom.engine_api import InferenceEngine, InferenceRequest, InferenceRespon
 
 @dataclass
 class Metrics:
-    """One request's times, in seconds, and tokens."""
+    """The times of one request, in seconds, and its numbers of tokens."""
 
     num_input: int
     started_s: float
@@ -28,7 +28,7 @@ class Metrics:
 
 
 class Sample:
-    """Sends what the quotas allow and collects what comes back."""
+    """Sends requests as the quotas allow and collects the responses."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, Metrics] = {}
@@ -36,7 +36,7 @@ class Sample:
         self.num_complete = 0
 
     def on_response(self, response: InferenceResponse) -> None:
-        """The callback: one call a token. A status that is not ok comes with the reason."""
+        """The callback, called once for each token. A status that is not ok has the reason."""
         name, now_s = response.GetRequestId().StringValue(), time.perf_counter()
         status, attributes = response.ImmutableOutput("IBIS_EOS_ATTR")
         status_ids, output = response.ImmutableOutput("OUTPUT_IDS")
@@ -60,7 +60,7 @@ class Sample:
             print(f"ReqId:{name} Finished")
 
     def send(self, engine: InferenceEngine, prompts: list[list[int]]) -> None:
-        """Hand over prompts as blocks, places and prefill tokens come free."""
+        """Send prompts as blocks, batch slots and prefill tokens become free."""
         waiting = list(enumerate(prompts))
         while waiting:
             _, quotas = engine.GetRequestBlockQuotas()

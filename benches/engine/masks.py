@@ -1,4 +1,4 @@
-"""Masks: how much slower the plain requests of a batch become when those that join it are structured, not plain.
+"""Masks: how much slower plain requests of a batch become when structured instead of plain requests join it.
 
 `python -m benches.engine.masks` prints one JSON line: the time of the plain requests' tokens once the others have
 joined, with plain and with structured ones (medians of interleaved rounds); the median ratio of a round, at most 1.05;
@@ -28,7 +28,7 @@ ITEM = {
     "required": ["name", "age", "ok"],
     "additionalProperties": False,
 }
-SCHEMA = {"type": "array", "items": ITEM, "minItems": 100}  # longer than any answer here
+SCHEMA = {"type": "array", "items": ITEM, "minItems": 100}  # no answer reaches the end
 PROMPT = "The history of the lighthouse begins long before electricity, when a keeper"
 
 

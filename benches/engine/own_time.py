@@ -1,6 +1,6 @@
-"""What the engine costs beside the model: its own time a step, with the fake model, at several batch sizes.
+"""The engine's own time a step, without the model's: over the fake model, at several batch sizes.
 
-Processor time, with caches that stay the engine's and with caches that each step empties, as a model's kernels do.
+Processor time, with warm caches and with caches that each step empties, as a model's kernels do.
 """
 
 import statistics
@@ -18,11 +18,11 @@ from kvloom.rank.fake import ByteTokenizer, FakeRunner
 
 NUM_ROUNDS = 5
 NUM_TOKENS = 128
-EMPTYING_BYTES = 64 << 20  # read and written: more than a processor's caches hold
+EMPTYING_BYTES = 64 << 20  # read and written in each step; larger than a processor's caches
 
 
 class TimedRunner(FakeRunner):
-    """Adds up the time spent in the runner, so that it can be left out."""
+    """Measures the time spent in the runner, so that it can be subtracted."""
 
     def __init__(self, config: EngineConfig, empties_caches: bool) -> None:
         super().__init__(config)

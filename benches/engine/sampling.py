@@ -1,5 +1,5 @@
-"""What choosing the token costs: a decode step and its sampling, from all logits in numpy against by the kernels (from
-candidates where these do, else drawn natively).
+"""The cost of sampling: a decode step with sampling from all logits in numpy, against sampling with the kernels' help
+(from their candidates where these suffice, else with a native draw).
 
 `python -m benches.engine.sampling` prints one JSON line a batch size and kind of request: milliseconds of each, medians
 of interleaved rounds. Both ways give the same tokens, which is checked.

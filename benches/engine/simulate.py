@@ -16,7 +16,7 @@ from kvloom.tuning.simulate import simulate
 from kvloom.tuning.steptime import measure
 from kvloom.tuning.trace import Arrival
 
-VOCAB_SIZE = 40_000  # below every model's that is measured here
+VOCAB_SIZE = 40_000  # smaller than the vocabulary of every model that is measured
 
 
 def main() -> None:

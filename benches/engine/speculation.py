@@ -1,8 +1,7 @@
-"""Prompt lookup: greedy tokens a second with and without guesses, on text that repeats itself and on text that does
-not.
+"""Prompt lookup: greedy tokens a second with and without drafts, on repetitive text and on other text.
 
 `python -m benches.engine.speculation [--tokens 4]` prints one JSON line a text: medians of interleaved rounds, their
-ratio, and the share of guesses that the model chose too. The answers are compared: they must be the same.
+ratio, and the share of accepted draft tokens. The answers are compared: they must be the same.
 """
 
 import argparse
@@ -35,7 +34,7 @@ TEXTS = {
 def answer(
     runner: ModelRunner, tokenizer: Tokenizer, text: str, num_speculative: int
 ) -> tuple[list[int], float, float]:
-    """Tokens, tokens a second from the first on, and the share of guesses that were right."""
+    """Tokens, tokens a second after the first one, and the share of accepted draft tokens."""
     config = EngineConfig(model="m", num_speculative_tokens=num_speculative, enable_prefix_cache=False)
     engine = Engine(config, InProcessExecutor(runner), tokenizer)
     params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)

@@ -1,7 +1,7 @@
-"""What `kvloom tune` chooses, beside every maxBatchSize measured one by one: the share of the best throughput it gets.
+"""The choice of `kvloom tune` compared with every maxBatchSize measured alone: its share of the best throughput.
 
-`python -m benches.engine.tuner [LPOT_MS [MOST [STEP [POINT_S]]]]`; both are measured anew, so the share has two runs'
-noise. Takes five minutes with the defaults.
+`python -m benches.engine.tuner [LPOT_MS [MOST [STEP [POINT_S]]]]`; both are measured anew, so the share has the noise
+of two runs. Takes five minutes with the defaults.
 """
 
 import sys

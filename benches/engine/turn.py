@@ -1,10 +1,10 @@
-"""What a rank does between the kernels of one decode step and those of the next: its own turn, by kind of request.
+"""A rank's own work (its turn) between the kernels of two decode steps, by kind of request.
 
 `python -m benches.engine.turn` runs decode steps of the demo model in this process, as a rank would: a message is
-decoded, the batch run, the answer encoded. One JSON line a batch size and kind, microseconds a step, medians:
+decoded, the batch run, the answer encoded. One JSON line a batch size and kind, medians in microseconds a step:
 
-  turn_us   processor time of the rank's own thread, but for the library's call
-  step_us   the library's call: the kernels, and what they choose
+  turn_us   processor time of the rank's own thread, without the library's call
+  step_us   the library's call: the kernels, with their choice of tokens
 """
 
 import argparse
@@ -35,7 +35,7 @@ KINDS = {
 
 
 class Timed:
-    """The library's step, which adds up the time spent in it: this thread's, and by the clock."""
+    """The library's step, which measures its time: processor time of this thread, and wall time."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -86,7 +86,7 @@ def main() -> None:
     args = parser.parse_args()
     config = EngineConfig(model=str(args.model or pull("smollm2")), kv_cache_bytes=1 << 29, max_batch=32)
     runner = open_runner(config, [2], lambda done, total: None)
-    lib = runner._backend._lib  # the point of this bench is to look inside
+    lib = runner._backend._lib  # this bench has to look inside
     lib.kvl_step = Timed(lib.kvl_step)
     for num_seqs in (1, 8, 32):
         for kind, params in KINDS.items():

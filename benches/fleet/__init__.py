@@ -1,1 +1,1 @@
-"""Of replicas behind one address."""
+"""Benches of replicas behind one address."""

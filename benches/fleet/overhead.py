@@ -1,14 +1,14 @@
 """What a fleet of one replica costs over a plain server with the same mock: `python -m benches.fleet.overhead`.
 
 plain   `kvloom serve`
-fleet   `kvloom fleet run`: a server of its own, one replica on Ray
-proxy   the same application as `serve run` has it: the ingress is an actor behind Ray's HTTP proxy
+fleet   `kvloom fleet run`: a separate server, one replica on Ray
+proxy   the same application under `serve run`: the ingress is an actor behind Ray's HTTP proxy
 bare    an ASGI app that streams as many events and does nothing else, on uvicorn
-ray     the same app as a deployment of Ray Serve, behind its proxy: what of the cost is Ray's
+ray     the same app as a deployment of Ray Serve, behind its proxy: the part of the cost that is Ray's
 
-Servers stand beside each other and take turns, each alone at work. One JSON line a round, server and number of streams,
+All servers run, and take turns; only one has work at a time. One JSON line a round, server and number of streams,
 then one with the medians and the ratios to plain (ray: to bare). With --step-ms and --token-ms the mock takes the time
-of a real model. `cpu_us` is processor time a token of each process, the client's among them.
+of a real model. `cpu_us` is the processor time a token of each process, including the client.
 """
 
 import argparse
@@ -46,7 +46,7 @@ _KINDS = (
 )  # fmt: skip
 
 
-# -- the servers, each in a process of its own
+# -- the servers, each in its own process
 
 
 async def events(request: Any) -> StreamingResponse:
@@ -66,7 +66,7 @@ BARE = Starlette(routes=[Route("/v1/completions", events, methods=["POST"])])
 
 
 class Bare:
-    """The deployment `ray`."""
+    """The class of the deployment `ray`."""
 
 
 def args_of(options: argparse.Namespace) -> FleetArgs:
@@ -75,7 +75,7 @@ def args_of(options: argparse.Namespace) -> FleetArgs:
 
 
 def be(name: str, options: argparse.Namespace) -> None:
-    """This process is the server, until a signal."""
+    """Run the server in this process until a signal comes."""
     if name == "plain":
         serve(make_plan(args_of(options), is_behind_proxy=False).config("here"))
     elif name == "fleet":
@@ -87,7 +87,7 @@ def be(name: str, options: argparse.Namespace) -> None:
     elif name == "bare":
         import_module("uvicorn").run(BARE, port=options.port, log_level="error", access_log=False)
     else:
-        local: Any = import_module("kvloom.fleet.local")  # first: it sets what Ray reads from the environment
+        local: Any = import_module("kvloom.fleet.local")  # imported first: it sets environment variables that Ray reads
         ray, ray_serve, app = (import_module(each) for each in ("ray", "ray.serve", "kvloom.fleet.app"))
         ray.init(
             address="local", num_cpus=8, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False
@@ -105,7 +105,7 @@ def be(name: str, options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def started(name: str, options: argparse.Namespace) -> Iterator[tuple[Target, int]]:
-    """Its target and process id, once it answers."""
+    """Start a server; its target and process id, once it answers."""
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     times = ["--port", str(port), "--step-ms", str(options.step_ms), "--token-ms", str(options.token_ms)]
@@ -134,7 +134,7 @@ def started(name: str, options: argparse.Namespace) -> Iterator[tuple[Target, in
 
 
 async def load(target: Target, num_streams: int, num_tokens: int) -> tuple[int, float]:
-    """Tokens, and the seconds that they took."""
+    """Load the server with concurrent streams: the number of tokens, and the seconds that they took."""
     began_s = time.perf_counter()
     prompts = [[65 + number, *range(70, 86)] for number in range(num_streams)]
     answers = await asyncio.gather(*(complete(target, prompt, num_tokens) for prompt in prompts))
@@ -142,12 +142,12 @@ async def load(target: Target, num_streams: int, num_tokens: int) -> tuple[int, 
 
 
 async def ttft_s(target: Target, count: int) -> float:
-    """The median of requests one after the other."""
+    """The median TTFT of `count` requests, sent one after the other."""
     return statistics.median([(await complete(target, [66, number], 2)).ttft_s for number in range(count)])
 
 
 def processor_s(pid: int) -> dict[str, float]:
-    """Of a server's processes, by what they are."""
+    """Processor time of a server's processes and of this client, in seconds, by kind of process."""
     found: dict[str, float] = defaultdict(float)
     root = psutil.Process(pid)
     for process in [root, *root.children(recursive=True)]:

@@ -1,8 +1,9 @@
-"""What a fleet costs and gains, with mock models with the pace of real ones: `python -m benches.fleet.replicas PART`.
+"""Costs and gains of a fleet, over mock models at the pace of real ones: `python -m benches.fleet.replicas PART`.
 
 hits    64 chats of 8 turns with shared system prompts on 4 replicas: prefix hit rate and p99 TTFT, by exact prefixes
         and by Serve's choice of two, beside one replica with the memory of all four; --plot draws them
-kills   replicas killed in mid-stream, again and again: answers that differ from an undisturbed run, errors
+kills   replicas killed repeatedly in mid-stream: the number of errors, and of answers that differ from an undisturbed
+        run
 
 All parts of one run are measured on the same machine in turns. The client and the fleet share its cores.
 """
@@ -35,7 +36,7 @@ _TEXT = "the of and to in is that for it as was with be by on not he his but at 
 
 @dataclass
 class Seen:
-    """What the clients of one run saw."""
+    """Measurements of the clients of one run."""
 
     ttft_s: list[float] = field(default_factory=list)
     num_tokens: int = 0
@@ -50,7 +51,7 @@ class Seen:
 
 @contextmanager
 def serving(command: list[str], args: dict[str, Any] | None = None) -> Iterator[tuple[str, int]]:
-    """URL and process id of `kvloom COMMAND`, with a fleet.yaml of `args`."""
+    """Run `kvloom COMMAND`, with a fleet.yaml of `args` if given; its URL and process id."""
     if args is not None:
         application = {"import_path": "kvloom.fleet.app:build", "args": {"backend": "fake", "cpusPerRank": 0.1, **args}}
         path = Path(f"/tmp/kvloom-bench-fleet-{os.getpid()}.yaml")
@@ -117,7 +118,7 @@ def _text(source: random.Random, num_chars: int) -> str:
 
 
 async def chats(url: str, num_chats: int, num_turns: int, think_s: float) -> Seen:
-    """Chats that begin with one of 8 system prompts; a turn is a user's text and an answer. A token is a character."""
+    """Run chats on one of 8 system prompts each; a turn is a user's text and an answer. A token is a character."""
     seen, source = Seen(), random.Random(1)
     systems = [_text(source, 768) for _ in range(8)]
     began_s = time.perf_counter()
@@ -137,7 +138,7 @@ async def chats(url: str, num_chats: int, num_turns: int, think_s: float) -> See
 
 
 def measure_hits(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows, each of one policy."""
+    """The rows of the table, one for each policy."""
     blocks = options.blocks
     mock = {"stepMs": 8, "tokenMs": 0.25}
     cases = [
@@ -149,7 +150,7 @@ def measure_hits(options: argparse.Namespace) -> list[dict[str, Any]]:
     for name, args in cases:
         with serving(["fleet", "run"], {"maxSeqLen": 4096, "mock": mock, **args}) as (url, _):
             seen = asyncio.run(chats(url, options.chats, options.turns, options.think))
-            time.sleep(3)  # replicas tell their figures once a second
+            time.sleep(3)  # replicas report their metrics once a second
             text = httpx.get(f"{url}/metrics").text
         prompt, cached = (_metric(text, metric) for metric in ("prompt_tokens_total", "npu_radix_match_hit_num"))
         rows.append({"policy": name, "hits": cached / prompt, "p99_s": seen.p99_s, "errors": seen.num_errors})
@@ -165,7 +166,7 @@ def measure_hits(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _metric(text: str, name: str) -> float:
-    """The sum of one metric's samples."""
+    """The sum of a metric's samples."""
     return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
 
 
@@ -193,7 +194,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 async def under_kills(url: str, pid: int, num_kills: int, num_streams: int) -> Seen:
-    """Streams, one behind the other, while replicas are killed."""
+    """Run `num_streams` clients, each of which streams repeatedly, while replicas are killed."""
     seen, is_over = Seen(), asyncio.Event()
 
     async def stream(number: int, client: httpx.AsyncClient) -> None:

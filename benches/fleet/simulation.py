@@ -1,8 +1,8 @@
 """`kvloom simulate --fleet` beside a real run of four mock replicas: ratios of throughput and p99 TTFT, and hit rates.
 
-The replicas are engines with rank processes of their own that take real time; a request is routed by the same code when
-it comes. Step times are measured as `kvloom simulate` does, by four engines at once, for they share the machine. Each
-ratio is the median of so many traces as there are runs, each beside its own measurement.
+The replicas are engines with their own rank processes that take real time; the same code routes each request when it
+comes. Step times are measured as `kvloom simulate` does, on four engines at once, since they share the machine. Each
+ratio is the median over NUM_RUNS traces, each with its own measurement of step times.
 `python -m benches fleet.simulation`; `python -m benches.fleet.simulation [NUM_REQUESTS [NUM_RUNS]]`.
 """
 
@@ -30,7 +30,7 @@ from kvloom.tuning.steptime import StepTimes, measure
 from kvloom.tuning.trace import Arrival, Job, job_of
 
 NUM_REPLICAS, NUM_BLOCKS, BLOCK_SIZE, MAX_SEQ_LEN = 4, 512, 16, 2048
-STEP_S, TOKEN_S = 0.03, 0.0004  # long beside what two cores spend on four engines
+STEP_S, TOKEN_S = 0.03, 0.0004  # long compared with the processor time of four engines on two cores
 REQUESTS_PER_S = 6
 PARTS = ("base_s", "few_token_s", "token_s", "sample_s", "kilopair_s")
 VOCAB_SIZE = 256
@@ -41,7 +41,7 @@ CONFIG = EngineConfig(
 
 
 def measured() -> StepTimes:
-    """By four engines at once; the mean of what each found."""
+    """The means of the step times that four engines measure at once."""
     with ThreadPoolExecutor(NUM_REPLICAS) as threads:
         found = list(threads.map(lambda _: measure(CONFIG), range(NUM_REPLICAS)))
     means = {part: statistics.mean(getattr(times, part) for times in found) for part in PARTS}
@@ -49,7 +49,7 @@ def measured() -> StepTimes:
 
 
 def conversations(num_requests: int, seed: int) -> list[Arrival]:
-    """Of 32 chats that share 4 beginnings, as many a second as keep four replicas busy."""
+    """A trace of requests of 32 chats that share 4 prefixes, at a rate that keeps four replicas busy."""
     draw, now_s, found = random.Random(seed), 0.0, []
     for _ in range(num_requests):
         now_s += draw.expovariate(REQUESTS_PER_S)
@@ -60,7 +60,7 @@ def conversations(num_requests: int, seed: int) -> list[Arrival]:
 
 
 async def replay(trace: list[Arrival], routing_name: str) -> tuple[list[Times], float, float]:
-    """The real run: times, elapsed seconds, share of prompt tokens that were cached."""
+    """Run the trace on real engines: times of each request, elapsed seconds, share of cached prompt tokens."""
     engines = {f"replica-{i}": open_engine(CONFIG, ByteTokenizer) for i in range(NUM_REPLICAS)}
     routing = ROUTINGS[routing_name](dict.fromkeys(engines, NUM_BLOCKS), BLOCK_SIZE)
     loop, num_cached = asyncio.get_running_loop(), 0
@@ -96,12 +96,12 @@ async def replay(trace: list[Arrival], routing_name: str) -> tuple[list[Times], 
 
 
 def _byte_of(token: int) -> int:
-    """A token that the mock has; prompts that differ still do."""
+    """Map a token into the mock's vocabulary; different prompts stay different."""
     return (token * 0x9E3779B97F4A7C15 >> 32) % VOCAB_SIZE
 
 
 def compare(trace: list[Arrival], times: StepTimes, routing: str) -> dict[str, float]:
-    """One run, and the same simulated."""
+    """The figures of one real run and of its simulation."""
     runs, elapsed_s, hit_rate = asyncio.run(replay(trace, routing))
     real = figures(runs, elapsed_s)
     found = simulate_fleet(trace, CONFIG, times, Shape(NUM_REPLICAS, routing))

@@ -1,1 +1,1 @@
-"""Of Gewu, through its C ABI."""
+"""Benches of Gewu, through its C ABI."""

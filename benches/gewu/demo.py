@@ -13,7 +13,7 @@ from tests.support.gewu.daemons import DEMO_MODEL, DaemonProcess, compile_demo, 
 
 from kvloom.checkpoints.demo_models import find_model
 
-_RUN_TIMEOUT_S = 60.0  # of one run, on a busy machine
+_RUN_TIMEOUT_S = 60.0  # limit of one run, on a busy machine
 
 
 def main() -> None:

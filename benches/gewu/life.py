@@ -1,4 +1,4 @@
-"""What Gewu costs the device around its calls: memory taken and given back, neighbours, kills, a soak.
+"""What Gewu costs the device besides its calls: memory taken and given back, neighbours, kills, a soak.
 
 `python -m benches.gewu.life [MODEL] [SOAK_S]`, by default smollm2 and 60 s; MODEL "fake" leaves the real engine out.
 `python -m benches.gewu.figures` runs all benches of Gewu.
@@ -25,8 +25,8 @@ ROUNDS = 20
 SOAK_CLIENTS, SOAK_ROUND_S = 8, 5.0
 NEIGHBOUR_S = 3.0
 IDLE_UNLOAD_S = 2.0
-_IN_PREFILL_S = 0.2  # processor time after which a worker is surely past the tokenizer
-_QUIET_S = 0.1  # a worker without processor time for so long is idle
+_IN_PREFILL_S = 0.2  # after this much processor time a worker has certainly left the tokenizer
+_QUIET_S = 0.1  # a worker that takes no processor time for this long is idle
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def emit(engine: str, name: str, value: float, unit: str) -> None:
 
 
 def bench_kill(daemon: DaemonProcess, model: Path) -> None:
-    """From kill -9 of a client with 5 running sessions until the daemon holds none of them."""
+    """The time from kill -9 of a client with 5 running sessions until the daemon has removed them all."""
     times_s = []
     for _ in range(ROUNDS):
         client = Client(daemon)
@@ -85,7 +85,7 @@ def bench_kill(daemon: DaemonProcess, model: Path) -> None:
 
 
 def bench_over_budget(daemon: DaemonProcess, folder: Path) -> None:
-    """A Create that cannot fit: how soon it is refused, and what the daemon's memory reached."""
+    """A Create that cannot fit: the time until it is refused, and the daemon's peak memory."""
     huge = make_model(folder / "huge", 8 << 30)
     client = Client(daemon)
     client.call("create", json.dumps({"model": "/nowhere"}))  # the client has started and is connected
@@ -101,7 +101,7 @@ def bench_over_budget(daemon: DaemonProcess, folder: Path) -> None:
 
 
 def bench_many(daemon: DaemonProcess, model: Path) -> None:
-    """What 100 sessions on one model take, in the app and in the daemon."""
+    """The memory that 100 sessions on one model take, in the app and in the daemon."""
     client = Client(daemon)
     client.create(model)
     pids = {"client": client.process.pid, "daemon": daemon.process.pid}
@@ -115,7 +115,7 @@ def bench_many(daemon: DaemonProcess, model: Path) -> None:
 
 
 def bench_soak(daemon: DaemonProcess, model: Path, soak_s: float) -> None:
-    """Random calls of 8 clients, 16 threads each; what the daemon holds after the first round against the end."""
+    """Random calls of 8 clients with 16 threads each; the daemon's resources at the end and after the first round."""
     program = compile_c(ABI / "stress.c")
     command = [str(program), str(model), str(SOAK_ROUND_S)]
     end_s = time.monotonic() + soak_s
@@ -141,7 +141,7 @@ def bench_soak(daemon: DaemonProcess, model: Path, soak_s: float) -> None:
 
 
 def bench_sharing(daemon: DaemonProcess, model: Path) -> None:
-    """What a second app on a loaded model adds: to the daemon, and in the app."""
+    """The memory that a second app on a loaded model adds, in the daemon and in the app."""
     first = Client(daemon)
     first.ask(first.create(model), max_tokens=8)
     pids = (daemon.process.pid, daemon.model()["pid"])
@@ -162,7 +162,7 @@ def bench_sharing(daemon: DaemonProcess, model: Path) -> None:
 
 
 def bench_turns(daemon: DaemonProcess, model: Path) -> None:
-    """The second turn of a chat: tokens computed for its prompt, less those that the first turn did not have."""
+    """The second turn of a chat: tokens computed for its prompt, minus the tokens that are new in it."""
     client = Client(daemon)
     session = client.create(model)
     messages = [{"role": "user", "content": "Name three cities. " + "Answer in few words. " * 20}]
@@ -187,7 +187,7 @@ def ask_counted(daemon: DaemonProcess, client: Client, session: int, messages: l
 
 
 def bench_abort(daemon: DaemonProcess, model: Path) -> None:
-    """From Abort until the worker computes no more: while it decodes, and in the middle of a prefill."""
+    """The time from Abort until the worker stops computing, during a decode and in the middle of a prefill."""
     client = Client(daemon)
     session = client.create(model)
     client.ask(session, max_tokens=4)
@@ -212,7 +212,7 @@ def bench_abort(daemon: DaemonProcess, model: Path) -> None:
 
 
 def bench_neighbour(daemon: DaemonProcess, model: Path) -> None:
-    """Speed of a process that computes, beside BACKGROUND inference, as a share of its speed alone."""
+    """The speed of a computing process beside BACKGROUND inference, as a share of its speed alone."""
     client = Client(daemon)
     sessions = [client.create(model, qos="background") for _ in range(4)]
     client.ask(sessions[0], max_tokens=4)
@@ -244,7 +244,7 @@ def bench_unload(daemon: DaemonProcess, model: Path) -> None:
 
 
 def count_rounds(seconds: float) -> int:
-    """A processor's work done in this time."""
+    """The number of rounds of fixed work that this process does in this time."""
     end_s = time.perf_counter() + seconds
     rounds = 0
     while time.perf_counter() < end_s:
@@ -276,7 +276,7 @@ def proc_bytes(pid: int, file: str, name: str) -> int:
 
 
 def held(pid: int) -> dict[str, int]:
-    """What a process holds that a leak would grow."""
+    """The resources of a process that a leak would increase."""
     files, threads = (len(os.listdir(f"/proc/{pid}/{name}")) for name in ("fd", "task"))
     return {"rss_bytes": rss_bytes(pid), "files": files, "threads": threads}
 

@@ -1,1 +1,1 @@
-"""Of the CPU kernels, without an engine."""
+"""Benches of the CPU kernels, without an engine."""

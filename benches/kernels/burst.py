@@ -1,11 +1,11 @@
-"""What a step loses when another process takes a core for a while at its beginning, as a server's Python does.
+"""The delay of a step when another process takes a core for a while at its beginning, as a server's Python does.
 
 `python -m benches.kernels.burst` decodes 32 rows (`--rows`) in steps with and without such a burst, in turns, and
 prints a JSON line a length of burst:
 
   step_ms, with_burst_ms   medians of a step alone, and of one beside a burst
-  lost_share               what the burst made it longer by, over the burst: with two cores 0.5 where both threads use
-                           the one that is left to them, 1 where both stand still until the burst is over
+  lost_share               the delay over the length of the burst: with two cores 0.5 if both threads share the other
+                           core, 1 if both stand still until the burst is over
 """
 
 import argparse
@@ -20,12 +20,12 @@ from benches.server.share import open_backend
 from kvloom.bench.kernels import decode_step, seconds
 from kvloom.contract.config import WEIGHT_FORMATS
 
-BURSTS_MS = (0.5, 1.0, 2.0, 3.0)  # the server and its client take about 3 a step of 32 streams
+BURSTS_MS = (0.5, 1.0, 2.0, 3.0)  # in a step of 32 streams the server and its client take about 3
 
 
 @contextmanager
 def burster() -> Iterator[Callable[[float], None]]:
-    """Another process, which takes so many seconds of a processor when it is told to."""
+    """Another process; the function that this gives lets it use a processor for this many seconds."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
-    with burster() as burst:  # before there are threads
+    with burster() as burst:  # forks, so before threads start
         backend = open_backend(options.model, options.weight_format)
         step = decode_step(backend, options.rows)
 

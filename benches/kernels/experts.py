@@ -1,9 +1,9 @@
-"""A mixture of experts on the CPU kernels: how near the memory's rate the weights of one token's experts are read.
+"""A mixture of experts on the CPU kernels: the rate of reading one token's experts, relative to the memory's rate.
 
 `python -m benches.kernels.experts [--kinds q4_k_m] [--layers 4] [--experts 64] [--rounds 7]` makes a random model of
 OLMoE's shape (1B of 7B weights work on a token with 16 layers; fewer layers are the same a layer), nothing is fetched
 or written, and prints JSON lines: memory, then the points of `kvloom bench --level kernels`. `limit_tok_s` counts the
-experts that one token chooses; tokens of a batch choose others, so the share of decode_8 and decode_32 says nothing.
+experts that one token chooses; tokens of a batch choose others, so the share is meaningless for decode_8 and decode_32.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A quantised file kept as it is: what it takes in memory, and how near the memory's rate it is read.
+"""A quantised file kept as it is: its size in memory, and the rate of reading it, relative to the memory's rate.
 
 `python -m benches.kernels.formats [--kinds q4_k_m] [--layers 16] [--rounds 7]` makes a random Llama of the 1.2B one's
 shape (nothing is fetched or written), its tensors of the kinds that llama.cpp gives a Q4_K_M file, or all of one kind,
@@ -31,7 +31,7 @@ def llama(num_layers: int) -> DecoderSpec:
 
 
 def q4_k_m(num_layers: int) -> KindOf:
-    """As llama.cpp's llama_tensor_get_type: v and down in 6 bits in half of the layers, and so the embedding."""
+    """As llama.cpp's llama_tensor_get_type: the embedding, and v and down of half of the layers, in 6 bits."""
 
     def kind(name: str) -> str:
         if name == "embed":
@@ -45,7 +45,7 @@ def q4_k_m(num_layers: int) -> KindOf:
 
 
 class RandomFile:
-    """A WeightSource; matrices of a shape and kind are equal, so that one is made of each."""
+    """A WeightSource of random values; matrices of the same shape and kind share one array."""
 
     def __init__(self, spec: DecoderSpec, kind_of: KindOf) -> None:
         self._shapes, self._kind_of = spec.tensor_shapes(), kind_of
@@ -70,7 +70,7 @@ class RandomFile:
 
     @property
     def num_bytes(self) -> int:
-        """Of the file."""
+        """The size of the file's matrices."""
         matrices = ((shape, self._kind_of(name)) for name, shape in self._shapes.items() if self._is_matrix(name))
         return sum(shape[0] * row_bytes(shape[1], kind) for shape, kind in matrices)
 
@@ -82,7 +82,7 @@ def row_bytes(cols: int, kind: str) -> int:
 
 @cache
 def random_rows(shape: tuple[int, int], kind: str) -> np.ndarray:
-    """Any bytes, with scales that keep sums finite."""
+    """Random bytes, with scales that keep sums finite."""
     rows = np.random.default_rng(0).integers(0, 256, (shape[0], row_bytes(shape[1], kind)), np.uint8)
     blocks = rows.reshape(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]][1])
     for at in _SCALES_AT.get(kind, (0,)):

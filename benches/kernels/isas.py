@@ -1,9 +1,9 @@
-"""One instruction set of the CPU kernels beside another: `python -m benches.kernels.isas [MODEL] [--isas avx512 amx]
+"""Compares instruction sets of the CPU kernels: `python -m benches.kernels.isas [MODEL] [--isas avx512 amx]
 [--weight-format w8a8] [--kv-dtype bf16] [--rounds 7]`.
 
 One JSON line for a prompt of 1,024 tokens and for decodes of 8 to 64 sequences: milliseconds of all threads' processor
-time with each, and the ratio of the first to the others in the same round. They take turns in one process, and
-processor time leaves out who else works on the machine. Medians.
+time with each, and the ratio of the first to the others in the same round. They take turns in one process;
+processor time leaves out other programs of the machine. Medians.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def processor_ms(run: Callable[[], object], repeats: int) -> float:
 
 
 def points(backend: CpuBackend) -> dict[str, tuple[Callable[[], object], int]]:
-    """What is run, and how often in a round."""
+    """The steps to run, and how often each runs in a round."""
     decodes = {f"decode_{batch}": (decode_step(backend, batch), STEPS) for batch in BATCHES}
     return {"prefill_1024": (prefill(backend), 1), **decodes}
 
@@ -55,7 +55,7 @@ def main() -> None:
     for name in runs[first]:
         rounds = [{isa: processor_ms(*of_isa[name]) for isa, of_isa in runs.items()} for _ in range(args.rounds + 1)][
             1:
-        ]  # the first warms up
+        ]  # the first round warms up
         times = {isa: round(statistics.median(each[isa] for each in rounds), 1) for isa in runs}
         ratios = {isa: round(statistics.median(each[first] / each[isa] for each in rounds), 2) for isa in others}
         print(

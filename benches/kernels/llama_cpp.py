@@ -1,11 +1,11 @@
-"""The CPU kernels beside llama.cpp's: the same file, two points of decoding and a prompt, turn about.
+"""The CPU kernels compared with llama.cpp's: the same file, two points of decoding and a prompt, in turns.
 
 `python -m benches.kernels.llama_cpp MODEL.gguf --binaries FOLDER [--rounds 5]`: FOLDER holds `llama-bench` and
-`llama-batched-bench` as llama.cpp's build leaves them. Both sides compute logits and sample nothing, and warm up before
+`llama-batched-bench` as llama.cpp's build makes them. Both sides compute logits and sample nothing, and warm up before
 each point. One JSON line a point: tokens/s of either side (medians), `ratio` of these, `ratios`: the lowest and the
-highest of a round.
+highest ratio of a round.
 
-  decode_1, decode_8   a token a sequence behind 200 cached ones, 1 and 8 sequences
+  decode_1, decode_8   one token a sequence after 200 cached ones, 1 and 8 sequences
   prompt_512           one prompt of 512 tokens
 """
 
@@ -31,7 +31,7 @@ NUM_BLOCKS, BLOCK_TOKENS = 200, 16
 
 
 def ours(backend: CpuBackend, steps: int) -> dict[str, float]:
-    """Tokens/s of each point."""
+    """kvloom's tokens/s of each point."""
     found = {}
     for count in SEQUENCES:
         arguments = decode_args(backend, count)
@@ -51,7 +51,7 @@ def ours(backend: CpuBackend, steps: int) -> dict[str, float]:
 
 
 def theirs(binaries: Path, file: str, steps: int) -> dict[str, float]:
-    """The same of llama.cpp."""
+    """llama.cpp's tokens/s of each point."""
 
     def run(name: str, *options: str) -> str:
         command = [str(binaries / name), "-m", file, "-t", "2", *options]
@@ -66,7 +66,7 @@ def theirs(binaries: Path, file: str, steps: int) -> dict[str, float]:
 
 
 def line(point: str, rounds: list[tuple[Mapping[str, float], Mapping[str, float]]]) -> dict[str, object]:
-    """Of the output."""
+    """One line of the output."""
     pairs = [(mine[point], other[point]) for mine, other in rounds]
     mine, other = (median(side) for side in zip(*pairs, strict=True))
     each = sorted(a / b for a, b in pairs)

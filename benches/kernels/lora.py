@@ -1,8 +1,8 @@
 """What LoRA adapters cost: `python -m benches.kernels.lora [MODEL] [--rank 16] [--rounds 15]`.
 
-Two JSON lines, of adapters of all linears. `decode`: steps a second of a batch of 8 at a context of about 200 without
-any, and as ratios to it the same batch with 1, 2, 4 and 8 adapters, all rows having one (`*_of_8`) or every other
-(`*_of_4`), and with adapters loaded and none used (`idle`). `prefill`: the same of 1,024 tokens in one step, one prompt
+Two JSON lines, for adapters of all linears. `decode`: steps a second of a batch of 8 at a context of about 200 without
+adapters, and relative to it the same batch with 1, 2, 4 and 8 adapters, used by all rows (`*_of_8`) or every second one
+(`*_of_4`), and with adapters loaded but not used (`idle`). `prefill`: the same of 1,024 tokens in one step, one prompt
 with an adapter, and four prompts of 256 with one each. Rounds are interleaved; ratios are medians.
 """
 
@@ -55,7 +55,7 @@ def random_adapter(spec: DecoderSpec, rank: int) -> AdapterFile:
 
 
 def prompts(backend: CpuBackend, count: int) -> Step:
-    """A step of PREFILL tokens of as many prompts."""
+    """A step of PREFILL tokens of `count` prompts."""
     random, each = np.random.default_rng(0), PREFILL // count
     table = random.permutation(np.arange(PREFILL // 16, dtype=np.int32)).reshape(count, -1)
     ids = random.integers(0, backend.spec.vocab_size, PREFILL, np.int32)
@@ -78,7 +78,7 @@ def ratio(base: list[float], own: list[float]) -> float:
 
 
 def decode(backends: list[CpuBackend], rounds: int) -> dict[str, float]:
-    """Of the first, which has no adapter, and the second."""
+    """The rates of decodes; `none` runs on the first backend, which has no adapters, the others on the second."""
     args = decode_args(backends[1], BATCH)
     took: dict[str, list[float]] = {name: [] for name in CASES}
     for _ in range(rounds):

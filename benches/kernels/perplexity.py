@@ -1,8 +1,8 @@
-"""Accuracy of the CPU backend: perplexity of a weight format over that of the float32 reference, on the same text.
+"""Accuracy of the CPU backend: perplexity with a weight format, relative to the float32 reference, on the same text.
 
-`python benches/kernels/perplexity.py model.gguf [--weight-format auto] [--kv-dtype bf16]` reads English: the Python
+`python benches/kernels/perplexity.py model.gguf [--weight-format auto] [--kv-dtype bf16]` reads English text: the
 language reference that is shipped with Python, cuts it into windows of 512 tokens, and prints one JSON line. The
-reference takes minutes.
+float32 reference takes minutes.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def text() -> str:
 
 
 def mean_loss(backend: Backend, windows: Ints) -> float:
-    """Mean negative log likelihood of each window's tokens after its first."""
+    """Mean negative log likelihood of all tokens but the first of each window."""
     table = np.arange(WINDOW // 16, dtype=np.int32)[None]
     pos, qstart = np.arange(WINDOW, dtype=np.int32), np.array([0, WINDOW], np.int32)
     rows = pos[:-1]

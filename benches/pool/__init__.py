@@ -1,1 +1,1 @@
-"""Of the KV pool: one node, many, and beside other stores."""
+"""Benches of the KV pool: one node, many nodes, and comparisons with other stores."""

@@ -1,7 +1,7 @@
-"""What the pool's orders of eviction keep of some traces: `python -m benches.pool.eviction`.
+"""Hit rates of the pool's orders of eviction on some traces: `python -m benches.pool.eviction`.
 
-A JSON line a trace: the share of the blocks asked for that were found, by S3-FIFO as the pool has it (now), by one
-whose small queue stays a tenth, and by the least recently used. No agent, no memory: keys alone.
+A JSON line a trace: the share of requested blocks that were found, with the pool's S3-FIFO (now), with one whose small
+queue stays a tenth, and with LRU. Only keys are simulated, without an agent or memory.
 """
 
 import argparse
@@ -17,21 +17,21 @@ BATCH = 16
 
 
 class Tenth(S3Fifo):
-    """S3-FIFO whose small queue does not follow what is missed."""
+    """S3-FIFO whose small queue does not adapt to misses."""
 
     def missed(self, key: bytes, count: int) -> None:
-        """Changes nothing."""
+        """Ignore a miss."""
 
 
 class Cache:
-    """Keys in an order, and what readers found."""
+    """Keys in an order of eviction, and the counts of requested and found keys."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self.num_asked = self.num_found = 0
 
     def save(self, keys: list[bytes]) -> None:
-        """Adds those that are not in."""
+        """Add the keys that are not in the cache."""
         for key in keys:
             if key in self._order:
                 continue
@@ -42,7 +42,7 @@ class Cache:
             self._order.add(key)
 
     def load(self, keys: list[bytes]) -> int:
-        """Length of the prefix that is in."""
+        """The length of the prefix of `keys` that is in the cache."""
         found = next((i for i, key in enumerate(keys) if key not in self._order), len(keys))
         for key in keys[:found]:
             self._order.touch(key)
@@ -54,7 +54,7 @@ class Cache:
 
 
 def writers(cache: Cache, rng: random.Random, num: int, turns: int = 40) -> None:
-    """Each loads what it saved in its last turn, once, then saves anew; turns come in any order."""
+    """Each writer loads, once, the keys that it saved in its last turn, then saves new ones; turns in random order."""
     last: dict[int, list[bytes]] = {}
     for turn in range(turns):
         for writer in rng.sample(range(num), num):
@@ -65,7 +65,7 @@ def writers(cache: Cache, rng: random.Random, num: int, turns: int = 40) -> None
 
 
 def zipf(cache: Cache, rng: random.Random, alpha: float, scan: int = 0, num_asked: int = 60_000) -> None:
-    """Single keys by Zipf's law; scan: after every 2,000 so many that come once."""
+    """Single keys by Zipf's law; after every 2,000 of them `scan` keys that come only once."""
     num, once = 10 * SIZE, count()
     weights = list(accumulate((i + 1) ** -alpha for i in range(num)))
     for i, number in enumerate(rng.choices(range(num), cum_weights=weights, k=num_asked)):
@@ -76,7 +76,7 @@ def zipf(cache: Cache, rng: random.Random, alpha: float, scan: int = 0, num_aske
 
 
 def loop(cache: Cache, _rng: random.Random, times: float) -> None:
-    """So many times what the cache holds, round after round."""
+    """The same keys round after round, a multiple of the size of the cache."""
     for _ in range(12):
         for number in range(int(SIZE * times)):
             if not cache.load([b"%d" % number]):
@@ -84,7 +84,7 @@ def loop(cache: Cache, _rng: random.Random, times: float) -> None:
 
 
 def chats(cache: Cache, rng: random.Random, num: int) -> None:
-    """Conversations that come back and grow, some of them new, on three system prompts."""
+    """Conversations that return and grow, and some new ones, on three system prompts."""
     live: list[tuple[int, list[bytes]]] = []
     for turn in range(4000):
         if len(live) < num or rng.random() < 0.15:
@@ -114,7 +114,7 @@ TRACES: dict[str, Callable[[Cache, random.Random], None]] = {
 
 
 def found(trace: str, new_order: Callable[[], Order], seeds: int) -> float:
-    """The share that was found, on average of so many seeds."""
+    """The share of keys that were found, averaged over the seeds."""
     shares = []
     for seed in range(seeds):
         cache = Cache(new_order())
@@ -124,7 +124,7 @@ def found(trace: str, new_order: Callable[[], Order], seeds: int) -> float:
 
 
 def lines(arguments: list[str] | None = None) -> Iterator[str]:
-    """A JSON line a trace."""
+    """One JSON line for each trace."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=2)
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
-"""What two processes need at least for a batch: messages, copies and sums in C++ (floor.cpp), nothing else.
+"""The least that two processes need for a batch: messages, copies and checksums in C++ (floor.cpp), nothing else.
 
-`python -m benches.pool.floor`: GB/s of saves and loads, a batch each in turn, that two processes reach which only copy
-and sum, each a part of its own of memory that no cache holds: what many clients and their agent could have here.
+`python -m benches.pool.floor`: GB/s of saves and loads, a batch each in turn, of two processes that only copy and
+checksum, each in its own memory, larger than the caches: what many clients and their agent could reach here.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ _MESSAGES = 8  # a batch
 
 
 class Floor:
-    """A process that answers, and this one. Batches of `num` blocks go through a pool of some batches in turn."""
+    """A process that answers, and this one. Batches of `num` blocks use the places of a pool in turn."""
 
     def __init__(self, block_bytes: int, num: int, pool_bytes: int) -> None:
         self._library = ctypes.CDLL(str(_FLOOR.path()))
@@ -52,7 +52,7 @@ class Floor:
         self._touch()
 
     def _touch(self) -> None:
-        """Every page, in this process."""
+        """Touch every page in this process."""
         for memory in (self._arena, self._pool):
             memory[:: mmap.PAGESIZE] = 1
 
@@ -64,7 +64,7 @@ class Floor:
         return ctypes.c_void_p(address_of(self._arena)), ctypes.c_void_p(address_of(self._pool))
 
     def save(self, source: Bytes) -> None:
-        """A batch, to where the one before the last few was."""
+        """Save a batch to the next place in the pool, in turn."""
         self._turn = (self._turn + 1) % self._num_batches
         numbers = (self._block_bytes, self._num, self._at_once, self._turn * self._num)
         arena, _pool = self._addresses()
@@ -72,24 +72,24 @@ class Floor:
         self._library.floor_save(self._sock.fileno(), address, arena, *map(self._of, numbers))
 
     def load(self, target: Bytes, num: int) -> None:
-        """So many blocks of the batch that was saved last; 0 = a message and its answer."""
+        """Load `num` blocks of the batch that was saved last; 0: only a message and its answer."""
         numbers = (self._block_bytes, num, self._turn * self._num)
         _arena, pool = self._addresses()
         address = ctypes.c_void_p(address_of(target))
         self._library.floor_load(self._sock.fileno(), self._xxh3, pool, address, *map(self._of, numbers))
 
     def close(self) -> None:
-        """Ends the other process."""
+        """End the other process."""
         self._sock.close()
         os.waitpid(self._child, 0)
 
 
-_MIXED_BYTES = 128 << 20  # of source, pool and target each, in each process
+_MIXED_BYTES = 128 << 20  # the size of source, pool and target, in each process
 _BATCH, _BLOCK_BYTES, _TURNS = 64, 64 << 10, 200
 
 
 def _mix(_number: int) -> tuple[float, float]:
-    """Seconds on the wall and of the processor for all turns."""
+    """Wall seconds and processor seconds of all turns."""
     library, functions = ctypes.CDLL(str(_FLOOR.path())), xxh3()
     assert functions is not None, "there is no xxhash to call"
     memories = [np.ones(_MIXED_BYTES, np.uint8) for _ in range(3)]

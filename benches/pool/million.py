@@ -1,17 +1,17 @@
 """A pool of a million blocks: `python -m benches.pool.million`.
 
-Fills a pool with 4 KiB blocks whose bytes nobody writes, goes on saving into it while it is full, reads, changes the
-block size, and gives segments back. A JSON line: the longest call of each kind in milliseconds, resident bytes of the
-index a block, and the seconds until all of it is gone.
+Fills a pool with 4 KiB blocks without writing their bytes, goes on saving into the full pool, reads, changes the block
+size, and gives segments back. A JSON line: the longest call of each kind in milliseconds, resident bytes of the index a
+block, and the seconds until the pool is closed.
 
-A machine that is shared takes its processor away for a while, and neither clock says so. So the same thread takes turns
-with a control that uses as much of it and touches neither the pool nor new memory. What the control suffers, the calls
-suffer too, about as often: `longest_ms` and `calls_over_5_ms` are the calls', `control_longest_ms` and
-`control_over_5_ms` the control's, and what the calls have above that is ours.
+A shared machine may take the processor away for a while, and neither clock shows it. So the same thread alternates with
+a control that uses as much processor time but touches neither the pool nor new memory, and so meets such pauses about
+as often as the calls: `longest_ms` and `calls_over_5_ms` are the calls', `control_longest_ms` and `control_over_5_ms`
+the control's; what the calls have above the control is the pool's own.
 
-Calls of more than a pause, on the wall or of the processor, are listed with what the kernel did to their thread
-meanwhile, those of most processor time first. One that was switched out and used little of it waited for other
-programs; page faults are ours (minor: memory touched for the first time).
+Calls longer than PAUSE_S, in wall or processor time, are listed with their thread's page faults and context switches,
+those with the most processor time first. One that was switched out and used little processor time waited for other
+programs; page faults are the pool's own (minor: memory touched for the first time).
 """
 
 import argparse
@@ -34,15 +34,15 @@ from kvloom.pool.storage.pool import Pool
 
 BATCH, BLOCK, SLAB, SEGMENT = 64, 4096, 16 << 20, 64 << 20
 PAUSE_S = 0.005
-MAX_PAUSES = 20  # that are listed
-CONTROL_BYTES = 1 << 20  # that a turn of the control sums: about a millisecond, as a batch
+MAX_PAUSES = 20  # the number of listed calls
+CONTROL_BYTES = 1 << 20  # hashed in a turn of the control: about a millisecond, as a batch takes
 
 
 T = TypeVar("T")
 
 
 class Times:
-    """The longest call of each kind, and what happened to those that took longer than a pause may."""
+    """The longest call of each kind, and the page faults and context switches of calls longer than PAUSE_S."""
 
     def __init__(self) -> None:
         self.longest_s: defaultdict[str, float] = defaultdict(float)
@@ -51,7 +51,7 @@ class Times:
         self.pauses: list[dict[str, object]] = []
 
     def of(self, name: str, call: Callable[[], T]) -> T:
-        """The call's answer."""
+        """Run and measure the call; its result."""
         before = resource.getrusage(resource.RUSAGE_THREAD)
         start_s, used_s = time.perf_counter(), time.thread_time()
         answer = call()
@@ -76,12 +76,12 @@ class Times:
         return answer
 
     def worst(self) -> list[dict[str, object]]:
-        """The longest of the pauses."""
+        """The longest pauses, by processor time."""
         return sorted(self.pauses, key=lambda each: -float(str(each["processor_ms"])))[:MAX_PAUSES]
 
 
 class Control:
-    """Keeps pace with the calls: as much processor time, in turns of about a batch's."""
+    """Uses as much processor time as the calls, in turns about as long as a batch."""
 
     def __init__(self, times: Times) -> None:
         self._calls = times
@@ -89,13 +89,13 @@ class Control:
         self.times = Times()
 
     def keep_up(self) -> None:
-        """Takes the turns that are due."""
+        """Run turns until the control has used as much time as the calls."""
         while self.times.total_s < self._calls.total_s:
             self.times.of("control", lambda: hashlib.sha256(self._data).digest())
 
 
 def put(pool: Pool, times: Times, first: int, length: int = BLOCK) -> list[bytes]:
-    """A batch as a session saves it, without its bytes."""
+    """Save a batch as a session does, without its bytes."""
     keys = [os.urandom(24) + number.to_bytes(8, "big") for number in range(first, first + BATCH)]
     found = times.of("begin", lambda: pool.begin_all(keys, [length] * BATCH, [False] * BATCH))
     written = [
@@ -112,7 +112,7 @@ def put(pool: Pool, times: Times, first: int, length: int = BLOCK) -> list[bytes
 
 
 def use(pool: Pool, count: int) -> dict[str, object]:
-    """Fills the pool and goes on; the row but for its end."""
+    """Fill the pool and go on; the output row without its last fields."""
     times = Times()
     control, before = Control(times), psutil.Process().memory_info().rss
     last: list[list[bytes]] = []
@@ -137,7 +137,7 @@ def use(pool: Pool, count: int) -> dict[str, object]:
         "control_longest_ms": _ms(control.times.longest_s["control"]),
     }
     row["pauses"] = times.worst()
-    times.of("shrink", lambda: pool.shrink(1))  # in several turns, between which others have theirs: no pause
+    times.of("shrink", lambda: pool.shrink(1))  # in several turns that let others in between: no pause
     return row | {f"{name}_ms": _ms(took) for name, took in times.longest_s.items()}
 
 
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1_000_000)
     count = parser.parse_args().blocks
     gc.freeze()
-    gc.set_threshold(100_000, 10, 10)  # as the agent has it
+    gc.set_threshold(100_000, 10, 10)  # as the agent sets it
     total = -(-count * BLOCK // SEGMENT) * SEGMENT
     budget = Budget(total)
     budget.set_limits("t", 0, total)

@@ -1,10 +1,10 @@
-"""What C++ does for the pool: `python -m benches.pool.native`.
+"""The pool with and without its C++ libraries: `python -m benches.pool.native`.
 
 Two agents and two clients, with the native libraries and without, take turns with memcpy of the same bytes to and from
 memory as large as the pool: saves and loads of 64 blocks, one load, `exists` of 64. A JSON line a block size: ratios to
-memcpy, microseconds of processor that a batch costs client and agent together, and short calls in times of a message's
-round trip between threads. `possible`: what two processes reach that exchange messages, copy and sum, and do nothing
-else. The pools are full, so that no page is touched for the first time.
+memcpy, microseconds of processor that a batch costs client and agent together, and short calls as multiples of a
+message's round trip between threads. `possible`: the result of two processes that only exchange messages, copy and
+checksum. The pools are full, so that no page is touched for the first time.
 """
 
 import argparse
@@ -28,12 +28,12 @@ NUM_KEYS, SLICES, CALLS = 64, 8, 5
 
 
 def pool_bytes(block_bytes: int) -> int:
-    """Of each pool."""
+    """The size of each pool."""
     return max(64 << 20, 4 * NUM_KEYS * block_bytes)
 
 
 class Side:
-    """An agent and a client of one kind, and what its calls took: wall and processor seconds by name."""
+    """An agent and a client of one kind, and the times of its calls: wall and processor seconds by name."""
 
     def __init__(self, stack: contextlib.ExitStack, block_bytes: int, is_native: bool) -> None:
         os.environ["EMS_NATIVE"] = "1" if is_native else "0"
@@ -50,7 +50,7 @@ class Side:
         return time.process_time() + theirs.user + theirs.system
 
     def timed(self, name: str, call: Callable[[], object], times: int = 1) -> None:
-        """Median-able: one entry of seconds a call."""
+        """Run `call` some times; record the seconds of one call as an entry, for medians."""
         cpu_s, start_s = self._processor_s(), time.perf_counter()
         for _ in range(times):
             call()
@@ -58,7 +58,7 @@ class Side:
         self.took.setdefault(name, []).append((wall_s / times, (self._processor_s() - cpu_s) / times))
 
     def turn(self, number: int) -> None:
-        """Some calls of each kind."""
+        """Run some calls of each kind."""
         client = self.client
         for call in range(CALLS):
             hashes, part = client.new_hashes(), number + 2 * call

@@ -1,8 +1,8 @@
-"""What loads from another node cost: `python -m benches.pool.nodes`.
+"""The cost of loads from another node: `python -m benches.pool.nodes`.
 
 Pairs of agents on loopback take turns with streams of the same bytes, over plain TCP and inside TLS by the same
-library, which are neither summed nor kept nor copied on: with the C++ libraries and without, in plain text and inside
-TLS, over one, two and four connections; and with three bare processes that do what a load cannot do without (`bare`,
+library, which are not checksummed, kept or copied: with the C++ libraries and without, in plain text and inside TLS,
+over one, two and four connections; and with three bare processes that do only the indispensable work of a load (`bare`,
 `tls_bare`). 64 blocks a load. A JSON line a block size: ratios to the plain stream and, inside TLS, to the one inside
 TLS, and nanoseconds of processor a byte that the loading node, the node loaded from and the client take.
 """
@@ -34,11 +34,11 @@ PAIRS = {  # whether native, whether inside TLS, connections
     "tls_4": (True, True, 4),
 }
 BARE = {"bare": False, "tls_bare": True}  # whether inside TLS
-_Took = list[tuple[float, list[float]]]  # seconds of a load, and of the processors here, there and of the client
+_Took = list[tuple[float, list[float]]]  # wall seconds of a load; processor seconds of agent a, agent b, client
 
 
 class Pair:
-    """Two agents, a client of each, and what loads took."""
+    """Two agents, a client of each, and the times of loads."""
 
     def __init__(self, stack: contextlib.ExitStack, name: str, block_bytes: int) -> None:
         is_native, is_encrypted, connections = PAIRS[name]
@@ -58,7 +58,7 @@ class Pair:
         return [*(each.user + each.system for each in times), time.process_time()]
 
     def turn(self, number: int) -> None:
-        """Some loads of new blocks. What processors took is told in hundredths of a second, so of all of them."""
+        """Run some loads of new blocks. Processor times come in hundredths of a second, so only their sum is used."""
         here, there = self._clients
         for call in range(CALLS):
             hashes = there.hashes_at("b", ("a", "b"))
@@ -70,16 +70,16 @@ class Pair:
 
 
 class Bare:
-    """The bare processes, as a pair."""
+    """The three bare processes, with the interface of a Pair."""
 
     def __init__(self, stack: contextlib.ExitStack, name: str, block_bytes: int) -> None:
         total = block_bytes * NUM_KEYS
         self._nodes = stack.enter_context(contextlib.closing(BareNodes(total, block_bytes, SLICES, BARE[name])))
-        self._targets = np.ones((SLICES, total), np.uint8)  # its pages are there
+        self._targets = np.ones((SLICES, total), np.uint8)  # touches all pages
         self.took: _Took = []
 
     def turn(self, number: int) -> None:
-        """Some loads."""
+        """Run some loads."""
         for _ in range(CALLS):
             before, start_s = self._nodes.processor_s(), time.perf_counter()
             self._nodes.load(self._targets[number % SLICES])

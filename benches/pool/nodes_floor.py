@@ -1,4 +1,4 @@
-"""What a load from another node needs at least: three bare processes, for `benches.pool.nodes`.
+"""The least that a load from another node needs: three bare processes, for `benches.pool.nodes`.
 
 One sends blocks out of memory as large as a pool, one receives them into memory of that size and sums them, and the
 caller sums each again and copies it, while the rest comes. No index, no keys, no frames; and one connection.
@@ -24,9 +24,9 @@ from kvloom.net.tls import MutualTls
 from kvloom.net.tlsconfig import TlsConfig, node_paths
 
 Bytes = npt.NDArray[np.uint8]
-_AT_ONCE_BYTES = 256 << 10  # received, then summed while a cache has it
-_TOLD_BYTES = 1 << 20  # that have come, at a time
-_NEXT = b"n"  # what asks for the next batch, and says that a part of it has come
+_AT_ONCE_BYTES = 256 << 10  # received, then checksummed while it is in the cache
+_TOLD_BYTES = 1 << 20  # blocks received at a time
+_NEXT = b"n"  # requests the next batch, and reports that a part of it has come
 
 
 class Connection(Protocol):
@@ -38,10 +38,10 @@ class Connection(Protocol):
 
 
 class BareNodes:
-    """Batches of `total` bytes; memories of `num_batches` of them, in turn."""
+    """Three processes that move batches of `total` bytes through memories of `num_batches` batches, in turn."""
 
     def __init__(self, total: int, block_bytes: int, num_batches: int, is_encrypted: bool) -> None:
-        """Forks, so before there are threads."""
+        """Forks, so it must run before threads start."""
         self._block_bytes, self._pool = block_bytes, _memory(total * num_batches)
         self._total, self._turn = total, 0
         self._own, theirs = socket.socketpair()
@@ -53,7 +53,7 @@ class BareNodes:
                 _forked(lambda: self._receive(_connection(listener.accept()[0], files, False), theirs)),
             ]
             theirs.close()
-            self._own.recv(1)  # they have the files
+            self._own.recv(1)  # the forked processes hold the descriptors
 
     def _receive(self, connection: Connection, caller: socket.socket) -> None:
         read, turn = _reading(connection), 0
@@ -75,7 +75,7 @@ class BareNodes:
         return self._pool[start : start + self._total]
 
     def load(self, target: Bytes) -> None:
-        """A batch into `target`, of its size."""
+        """Load a batch into `target`, which has its size."""
         self._own.sendall(_NEXT)
         batch, position = self._batch(self._turn), 0
         while position < self._total:
@@ -89,19 +89,19 @@ class BareNodes:
         self._turn += 1
 
     def processor_s(self) -> list[float]:
-        """Of the receiver, of the sender and of this process."""
+        """Processor seconds of the receiver, the sender and this process."""
         times = [psutil.Process(child).cpu_times() for child in reversed(self._children)]
         return [*(each.user + each.system for each in times), time.process_time()]
 
     def close(self) -> None:
-        self._own.shutdown(socket.SHUT_RDWR)  # forked processes have it too
+        self._own.shutdown(socket.SHUT_RDWR)  # forked processes share it
         self._own.close()
         for child in self._children:
             os.waitpid(child, 0)
 
 
 def _memory(size: int) -> Bytes:
-    """That forked processes share, of pages that are there."""
+    """Memory that forked processes share, with all pages touched."""
     memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
     memory[:: mmap.PAGESIZE] = 1
     return memory
@@ -119,7 +119,7 @@ def _files(folder: Path) -> TlsConfig:
 
 
 def _forked(run: Callable[[], None]) -> int:
-    """A process that does this and ends."""
+    """Fork a process that calls `run` and exits; its id."""
     child = os.fork()
     if child == 0:
         with contextlib.suppress(OSError):
@@ -138,14 +138,14 @@ def _connection(sock: socket.socket, files: TlsConfig | None, is_server: bool) -
 
 
 def _reading(connection: Connection) -> Callable[[memoryview], int]:
-    """What reads some bytes into memory: TLS does so by the record."""
+    """The function that reads bytes into memory; TLS reads one record at a time."""
     if isinstance(connection, socket.socket) and hasattr(connection, "read"):
         return lambda view: cast(int, connection.read(len(view), view))
     return cast(socket.socket, connection).recv_into
 
 
 def _fill(read: Callable[[memoryview], int], block: memoryview) -> None:
-    """Fills and sums a block."""
+    """Receive a block and checksum it."""
     summing, position, summed = xxhash.xxh3_128(), 0, 0
     while position < len(block):
         count = read(block[position : position + _AT_ONCE_BYTES])
@@ -159,7 +159,7 @@ def _fill(read: Callable[[memoryview], int], block: memoryview) -> None:
 
 
 def _send(connection: Connection, total: int, num_batches: int) -> None:
-    """Until the receiver is gone."""
+    """Send batches until the receiver has closed."""
     pool, turn = _memory(total * num_batches), 0
     while connection.recv(1):
         start = turn * total % len(pool)

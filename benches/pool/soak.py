@@ -3,9 +3,9 @@
     python -m benches.pool.soak --minutes 60
 
 Three tenants' clients save and load blocks, and put and get values, of changing sizes, while nodes are killed, drained,
-stopped and started, the control plane dies, limits change and blocks are evicted. An oracle knows every byte, and other
-bytes for each tenant. What saves report is compared with what another node finds. Lines of JSON say what was counted;
-the end is 1 when a byte or an error was wrong, or a share of the reports was not found, or nothing was compared.
+stopped and started, the control plane dies, limits change and blocks are evicted. An oracle knows every byte, which
+differs between tenants. The reports of saves are compared with what another node finds. JSON lines report the counts;
+the exit code is 1 if a byte or an error was wrong, too many reported blocks were not found, or nothing was compared.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from pathlib import Path
 from benches.pool.soak_load import Clients
 from benches.pool.soak_world import World
 
-_PAUSE_S = 12.0  # between disturbances, about
+_PAUSE_S = 12.0  # mean pause between disturbances
 _REPORT_S = 15.0
 _SHOWN = 5
-_MUST_BE_FOUND = 0.9  # of the blocks that saves report as more than local: eviction by others takes its part
+_MUST_BE_FOUND = 0.9  # of blocks that saves report as more than local; other clients evict some
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _disturb(world: World, clients: Clients, duration_s: float, seed: int) -> Counter[str]:
-    """Something befalls the cluster every few seconds, each kind in turn and in a random order."""
+    """Disturb the cluster every few seconds, each kind once in random order, then again."""
     dice, disturbed = random.Random(seed), Counter[str]()
     end_s, report_s = time.monotonic() + duration_s, 0.0
     kinds = world.disturbances()

@@ -1,4 +1,4 @@
-"""The load of the pool's soak: saves, loads, puts and gets, on any node, of any tenant. An oracle knows the bytes."""
+"""The load of the pool's soak: saves, loads, puts and gets on any node for any tenant. An oracle knows the bytes."""
 
 import hashlib
 import random
@@ -16,20 +16,20 @@ from ems import CcConfig, CcKvOption, EmsConfig, EmsErrorCode, EmsException, KvP
 from ems.session import Session
 
 _OPTION = CcKvOption(timeout=2000)
-_BLOCKS = 48  # of a client's cache
-_CHAINS = 60  # prefixes in use at one time; others follow
+_BLOCKS = 48  # blocks in a client's cache
+_CHAINS = 60  # prefixes in use at one time
 _UNTOUCHED = 0xEE
-_SEEN_S = 3.0  # until what a save reported must be found from another node
-_CALLS = 40  # on one connection, before the client goes to another node or tenant
-SIZES = (16 << 10, 64 << 10, 200_000)  # bytes of a block: models that take turns
+_SEEN_S = 3.0  # another node must find the saved blocks within this time
+_CALLS = 40  # calls on one connection, before the client changes node or tenant
+SIZES = (16 << 10, 64 << 10, 200_000)  # bytes of a block, of models that alternate
 
 
 class WrongBytes(Exception):
-    """What a load brought is not what was saved."""
+    """A load returned other bytes than were saved."""
 
 
 def truth(tenant: str, size: int, block_hash: int) -> np.ndarray:
-    """The bytes of a block: other ones for each tenant, size and hash."""
+    """The bytes of a block; they differ by tenant, size and hash."""
     digest = hashlib.sha512(f"{tenant}|{size}|{block_hash}".encode()).digest()
     words = np.frombuffer(digest, np.uint64)
     numbers = np.arange(-(-size // 64), dtype=np.uint64)[:, None] * (words | np.uint64(1)) + words[::-1]
@@ -38,7 +38,7 @@ def truth(tenant: str, size: int, block_hash: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a client works for a while."""
+    """The node and tenant for which a client works for a while."""
 
     node: Node
     tenant: str
@@ -53,7 +53,7 @@ class Seat:
 
 
 class Worker:
-    """One client's cache, and its calls over one connection."""
+    """A client's cache, and its calls over one connection."""
 
     def __init__(self, seat: Seat, dice: random.Random, counts: Counter[str]) -> None:
         self._seat, self._dice, self._counts = seat, dice, counts
@@ -70,7 +70,7 @@ class Worker:
         return [chain * 1000 + i for i in range(count)]
 
     def save(self, chain: int, count: int) -> tuple[int, int]:
-        """Blocks that the report says are in the pool, and how many of those are said to be on this node only."""
+        """Save; the reported number of blocks in the pool, and the number of those that are on this node only."""
         names = self.hashes(chain, count)
         for row, name in enumerate(names):
             self._rows[row, 0] = truth(self._seat.tenant, self._seat.size, name)
@@ -81,7 +81,7 @@ class Worker:
         return result.success, result.local
 
     def load(self, chain: int, count: int) -> None:
-        """Loads and compares every byte; raises WrongBytes."""
+        """Load and compare every byte. Raises WrongBytes."""
         names = self.hashes(chain, count)
         self._rows[:count] = _UNTOUCHED
         found = self._session.caching.load(list(range(count)), names, [1] * count, _OPTION).success
@@ -114,7 +114,7 @@ class Worker:
 
 
 class Clients:
-    """Threads that work until they are stopped, and what they found."""
+    """Threads that work until they are stopped, and their counts."""
 
     def __init__(self, world: World, seed: int) -> None:
         self.counts: Counter[str] = Counter()
@@ -132,7 +132,7 @@ class Clients:
             thread.start()
 
     def stop(self) -> None:
-        """Returns when every call that runs has ended."""
+        """Stop the threads; returns when every running call has ended."""
         self._is_over.set()
         for thread in self._threads:
             thread.join()
@@ -158,7 +158,7 @@ class Clients:
             counts.clear()
 
     def _size(self, dice: random.Random) -> int:
-        """Mostly that of the model whose turn it is: they change every two minutes."""
+        """Mostly the block size of the current model; the models alternate every two minutes."""
         turn = int((time.monotonic() - self._began_s) // 120)
         return SIZES[turn % len(SIZES)] if dice.random() < 0.8 else dice.choice(SIZES)
 
@@ -188,7 +188,7 @@ class Clients:
     def _save_and_look(
         self, worker: Worker, seat: Seat, what: tuple[int, int], dice: random.Random, counts: Counter[str]
     ) -> None:
-        """Compares a save's report with what another node finds, in calm times: who is killed takes blocks along."""
+        """Save, and let another node check the report; only between disturbances, since a killed node loses blocks."""
         chain, count = what
         before = self._world.epoch
         reported, local = worker.save(chain, count)

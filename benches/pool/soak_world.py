@@ -17,14 +17,14 @@ from tests.support.waiting import until
 
 _POOL = ("--pool=48M", "--segment=4M", "--slab=1M", "--staging=16M", "--listen=127.0.0.1:0")
 _MB = 1 << 20
-_STILL_S = 3.0  # a node that is stopped; deadlines of calls are shorter
+_STILL_S = 3.0  # the time that a node stays stopped, longer than the deadlines of calls
 _DRAIN_S = 3.0
 _JOIN_S = 30.0
 TENANTS = ("red", "green", "blue")
 
 
 class Node:
-    """A node's process and its socket. `is_here`: it was started and nobody ended it."""
+    """A node's process and its socket. `is_here`: it was started and not ended by the soak."""
 
     def __init__(self, folder: Path, number: int, arguments: tuple[str, ...]) -> None:
         self.name = f"node-{number}"
@@ -42,7 +42,7 @@ class Node:
         self._agent.kill()
 
     def stop(self) -> None:
-        """An orderly end."""
+        """End the node in an orderly way."""
         self.is_here = False
         process = self._agent.process
         assert process is not None
@@ -98,11 +98,11 @@ class World:
         self._client.close()
 
     def here(self) -> list[Node]:
-        """The nodes that serve now, as far as nobody has ended them."""
+        """The running nodes that the soak has not ended."""
         return [node for node in self.nodes if node.is_here]
 
     def disturbances(self) -> list[tuple[str, Callable[[], None]]]:
-        """A round of them, by name. Each returns when things are well again."""
+        """One round of disturbances, with their names. Each returns when the cluster works again."""
         return [
             ("node killed", self._kill_node),
             ("node left and joined", self._leave_and_join),
@@ -168,7 +168,7 @@ class World:
             return False
 
     def _wait_joined(self) -> None:
-        """Until the control plane knows all nodes that are here; they know each other a heartbeat later."""
+        """Wait until the control plane knows all running nodes, which know each other a heartbeat later."""
         names = {node.name for node in self.here()}
         until(lambda: names <= {node["node_id"] for node in self._alive()}, _JOIN_S)
         time.sleep(2.5)

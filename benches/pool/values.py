@@ -1,4 +1,4 @@
-"""Values by keys beside Redis and memcpy: `python -m benches.pool.values`.
+"""Values under keys, compared with Redis and memcpy: `python -m benches.pool.values`.
 
 `KvPool` on an agent of its own and, where it is installed, a Redis or Valkey server on a Unix socket take turns with
 memcpy of the same bytes: put, get and exists of 1 and of 64 values. A JSON line a size and batch: medians in
@@ -30,7 +30,7 @@ POOL_BYTES = 512 << 20
 
 
 class Store(Protocol):
-    """What is measured. Keys and pieces are as many as the batch."""
+    """A measured store. The numbers of keys and pieces are the batch size."""
 
     def put(self, keys: list[bytes], pieces: list[Bytes]) -> None: ...
 
@@ -60,7 +60,7 @@ class Ems:
 
 
 class Redis(RedisClient):
-    """MSET, MGET and EXISTS; its pieces lie one after the other."""
+    """MSET, MGET and EXISTS; the pieces lie one after the other in memory."""
 
     def put(self, keys: list[bytes], pieces: list[Bytes]) -> None:
         self.save(keys, _joined(pieces), len(pieces[0]))
@@ -77,13 +77,13 @@ class Redis(RedisClient):
 
 
 def _joined(pieces: list[Bytes]) -> Bytes:
-    """The memory that pieces were cut of."""
+    """The contiguous memory of the pieces."""
     size = len(pieces[0])
     return np.lib.stride_tricks.as_strided(pieces[0], (len(pieces) * size,), (1,))
 
 
 class Turns:
-    """Memory to put from and to get into, and what each call took in seconds, by store and call."""
+    """Memory to put from and to get into, and the seconds of each call, by store and call."""
 
     def __init__(self, size: int, batch: int) -> None:
         self._size, self._batch, self._turn = size, batch, 0
@@ -105,7 +105,7 @@ class Turns:
         self._timed("memcpy", "copy", lambda: np.copyto(target, source))
 
     def use(self, name: str, store: Store) -> None:
-        """One call of each kind, of keys that are new."""
+        """Run one call of each kind on new keys."""
         self._turn += 1
         turn = self._turn
         keys = [b"%d:%d:%d:%d" % (self._size, self._batch, turn, i) for i in range(self._batch)]
@@ -114,12 +114,12 @@ class Turns:
         self._timed(name, "exists", lambda: store.exists(keys, self._size))
 
     def fill(self, store: Store) -> None:
-        """Puts as much as the store has room for: what follows touches none of its memory for the first time."""
+        """Fill the store, so that later calls touch none of its memory for the first time."""
         for number in range(POOL_BYTES // (self._batch * self._size) + 1):
             store.put([b"fill:%d:%d" % (number, i) for i in range(self._batch)], self._pieces(number))
 
     def median_us(self, store: str, name: str) -> float:
-        """Without the first fifth, in which memory is touched for the first time."""
+        """The median without the first fifth of the calls, in which memory is touched for the first time."""
         took = self.took[store, name]
         return median(took[len(took) // 5 :]) * 1e6
 

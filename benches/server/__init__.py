@@ -1,1 +1,1 @@
-"""Of the server over HTTP, as its clients see it."""
+"""Benches of the server over HTTP, as its clients see it."""

@@ -1,7 +1,7 @@
-"""Gaps: how long a stream stands still while somebody else sends a body that is large, odd or hostile.
+"""Gaps: how long a stream stalls while another client sends a body that is large, odd or hostile.
 
 `python -m benches.server.gaps` serves the demo model (`--url` takes a server that runs), keeps one stream going, sends
-one body of each kind after the other and prints a JSON line for each: its size, what it was answered, how long that
+one body of each kind after the other and prints a JSON line for each: its size, the status of its answer, how long that
 took, the longest gap between two events of the stream meanwhile, and in the three seconds before, with no body.
 `memory_mib` is the server's own process. `--only NAME` runs some of them.
 """
@@ -37,7 +37,7 @@ def _filled(text: str, size: int) -> str:
 
 
 def bodies() -> dict[str, tuple[str, Callable[[], bytes]]]:
-    """Path and body, by name."""
+    """Name -> path and body."""
     message = b'{"role":"user","content":"hi"},'
     chat, text, embed = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
     return {
@@ -92,7 +92,7 @@ def bodies() -> dict[str, tuple[str, Callable[[], bytes]]]:
 
 
 def _accepted() -> dict[str, tuple[str, Callable[[], bytes]]]:
-    """Bodies that are computed."""
+    """Bodies that the server accepts and computes."""
     chat, text, embed = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
     return {
         "1,000 prompts of 290 ids": (
@@ -149,7 +149,7 @@ def _said(text: str) -> list[dict[str, str]]:
 
 
 def _grammars() -> dict[str, tuple[str, Callable[[], bytes]]]:
-    """Of nearly the most characters that are taken, by every way to give one."""
+    """Grammars near the maximum length, in every field that takes one."""
     regex, words = "(a|b)" * 39_000, [f"word{i}" for i in range(14_000)]
     rules = "root ::= " + " | ".join(f'"w{i}"' for i in range(15_000))
     properties = {f"p{i}": {"type": "string"} for i in range(6_000)}
@@ -176,7 +176,7 @@ def _grammars() -> dict[str, tuple[str, Callable[[], bytes]]]:
 
 
 class Neighbour:
-    """A stream of somebody else, read by a process of its own."""
+    """Another client's stream, read by a separate process."""
 
     def __init__(self, url: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -188,7 +188,7 @@ class Neighbour:
             time.sleep(0.01)
 
     def take_longest_s(self) -> float:
-        """Between two of its events since this was last asked."""
+        """The longest gap between two of its events since the last call, in seconds."""
         with self._longest_s.get_lock():
             longest_s, self._longest_s.value = self._longest_s.value, 0.0
         return longest_s
@@ -202,7 +202,7 @@ def _read(url: str, longest_s: Any, num_events: Any) -> None:
     body = {"prompt": "Once", "max_tokens": 1900, "stream": True, "ignore_eos": True, "temperature": 0}
     while True:
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=READ_S) as response:
-            last_s = 0.0  # what passes between two streams is no gap
+            last_s = 0.0  # the time between two streams is no gap
             for _ in response.iter_lines():
                 now_s = time.perf_counter()
                 with longest_s.get_lock():
@@ -213,7 +213,7 @@ def _read(url: str, longest_s: Any, num_events: Any) -> None:
 
 @contextlib.contextmanager
 def served(url: str | None) -> Iterator[tuple[str, int | None]]:
-    """Where a server answers, and its process id when it is ours."""
+    """The URL of a server, and its process id if this bench started it."""
     if url:
         yield url, None
         return

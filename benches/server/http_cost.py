@@ -1,11 +1,11 @@
-"""What a streamed token costs the server itself: the mock model over HTTP, beside an app that only sends such events.
+"""The server's own cost of a streamed token: the mock model over HTTP, compared with an app that only sends events.
 
 `python -m benches.server.http_cost` serves the mock model, and a bare ASGI app on the same uvicorn whose streams are as
-many events of the same bytes, made in advance, and lets them take turns: 32 streams (`--streams`) of 256 events each,
+many events of the same bytes, made in advance, and measures them in turns: 32 streams (`--streams`) of 256 events each,
 four times a round. One JSON line a round, then the medians; a client in this process reads and counts:
 
-  server_us, bare_us   processor time of either server an event, in microseconds
-  rank_us, client_us   that of the mock's rank, and of this process
+  server_us, bare_us   processor time an event of each server, in microseconds
+  rank_us, client_us   the same of the mock's rank, and of this process
   ratio                server_us to bare_us of the same round
   tok_s, bare_tok_s    events a second, all of them on the same cores
 """
@@ -36,7 +36,7 @@ TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
 class Bare:
-    """The bare app. A thread tells the loop of every step, as an engine does; a step is an event for each stream."""
+    """The bare app. A thread wakes the loop for every step, as an engine does; a step is one event for each stream."""
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[None]] = []
@@ -73,7 +73,7 @@ class Bare:
 
 
 async def one_stream(port: int) -> int:
-    """Events of one answer."""
+    """Request one streamed answer; the number of its events."""
     body = {"model": "m", "prompt": PROMPT, "max_tokens": EVENTS, "stream": True, "ignore_eos": True, "temperature": 0}
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
@@ -84,7 +84,7 @@ async def one_stream(port: int) -> int:
     count, tail = 0, b""
     while chunk := await reader.read(1 << 16):
         count += (tail + chunk).count(b"data: {")
-        tail = chunk[-6:]  # what may be the beginning of one more
+        tail = chunk[-6:]  # may hold the beginning of the next event
     writer.close()
     return count
 
@@ -97,7 +97,7 @@ async def all_streams(port: int, streams: int, repeats: int) -> int:
 
 
 def processor_s(pid: int) -> float:
-    """Of a process so far, user and system."""
+    """Processor time of a process so far, user and system, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_S
 
@@ -108,7 +108,7 @@ def children(pid: int) -> list[int]:
 
 
 def measured(port: int, streams: int) -> dict[str, float]:
-    """Microseconds an event: of the server, of its children, of this process; and events a second."""
+    """Microseconds an event of the server, its children and this process; and events a second."""
     pid = listener_pid(port)
     assert pid is not None, "the server listens"
     groups: Sequence[list[int]] = ([pid], children(pid), [os.getpid()])

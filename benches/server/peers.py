@@ -4,10 +4,10 @@
         --peer kvloom=http://127.0.0.1:8101,m --peer llama=http://127.0.0.1:8102,m --rounds 3 --save-json peers.jsonl
 
 The first --peer is compared with the others. A server is running already, or --start gives its command: it is then
-started by this program, timed from its start to its first answer, halted (SIGSTOP) while another has its turn, since
-some servers take a part of a core though nobody asks them, and ended at the end. Prompts are random token ids,
-answers greedy and of the length asked for, so all servers do the same work. Every round visits every server, in an
-order that turns, so a disturbance of the machine meets all alike. Peak memory is that of the process that listens on
+started by this program, timed from its start to its first answer, stopped (SIGSTOP) while another has its turn, since
+some servers use a part of a core even when idle, and ended at the end. Prompts are random token ids,
+answers greedy and of the length asked for, so all servers do the same work. Every round visits every server, in
+rotating order, so a disturbance of the machine affects all alike. Peak memory is that of the process that listens on
 the port and of its children (Linux).
 """
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the table; a ratio above 1 is kvloom ahead, whichever way is better."""
+    """A row of the table; a ratio above 1 means that kvloom is better, for rates and for times."""
 
     name: str
     unit: str
@@ -63,7 +63,7 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many requests a round sends; `share` below 1 makes a short round."""
+    """The number of requests in a round; `share` below 1 makes a short round."""
 
     share: float
     token_ids: tuple[int, int]
@@ -82,7 +82,7 @@ async def warm(target: Target, sizes: Sizes, seed: str) -> None:
 
 
 async def one_round(target: Target, sizes: Sizes, seed: str, done: Callable[[], None]) -> Values:
-    """Every row that one running server can give."""
+    """Measure every row that one running server can give."""
     values: Values = {}
     load = sizes.load(1, 5, 128)
     point = summarise(load, *await run(target, load, f"{seed}-single"))
@@ -130,7 +130,7 @@ async def gaps_s(target: Target, sizes: Sizes, seed: str) -> list[float]:
 
 
 def medians(rounds: Sequence[Values]) -> Values:
-    """Of the rows that every round has."""
+    """The median of each row that every round has."""
     names = [name for name in rounds[0] if all(name in values for values in rounds)]
     return {name: statistics.median(values[name] for values in rounds) for name in names}
 
@@ -162,7 +162,7 @@ def table(medians_of: dict[str, Values]) -> Table:
 
 
 def named(option: str, text: str) -> tuple[str, str]:
-    """NAME=VALUE. Raises BenchError."""
+    """Split NAME=VALUE. Raises BenchError."""
     name, equals, value = text.partition("=")
     if not name or not equals or not value:
         raise BenchError(f"{option}: {text!r} is not NAME=VALUE")
@@ -170,7 +170,7 @@ def named(option: str, text: str) -> tuple[str, str]:
 
 
 def parse_peers(texts: Sequence[str], starts: Sequence[str]) -> tuple[dict[str, Target], dict[str, list[str]]]:
-    """Targets and commands by name. Raises BenchError."""
+    """Name -> target, and name -> command. Raises BenchError."""
     targets: dict[str, Target] = {}
     for text in texts:
         name, value = named("peer", text)
@@ -190,7 +190,7 @@ def parse_peers(texts: Sequence[str], starts: Sequence[str]) -> tuple[dict[str, 
 def compare(
     targets: dict[str, Target], commands: dict[str, list[str]], rounds: int, sizes: Sizes
 ) -> dict[str, list[Values]]:
-    """The values of every round. Raises BenchError at the first server that fails, saying which."""
+    """The values of every round. Raises BenchError, with the server's name, at the first one that fails."""
     seed = new_seed()
     found: dict[str, list[Values]] = {name: [] for name in targets}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -223,7 +223,7 @@ def compare(
 
 @contextmanager
 def alone(server: ServerProcess | None) -> Iterator[None]:
-    """A server's turn, if this program has started it."""
+    """A server's turn: continued (SIGCONT) before it, stopped after it, if this program has started it."""
     if server is None:
         yield
         return
@@ -235,7 +235,7 @@ def alone(server: ServerProcess | None) -> Iterator[None]:
 
 
 def call(name: str, work: Coroutine[Any, Any, T]) -> T:
-    """Its result; an error says which server failed."""
+    """The result of `work`; an error names the server."""
     try:
         return uvloop.run(work)
     except BenchError as error:

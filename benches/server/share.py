@@ -1,4 +1,4 @@
-"""What a server makes of its kernels: the time that they alone need for a load's prompts and answers, over the load's.
+"""The kernels' share of a server's time: the time that they alone need for a load, over the time of the load.
 
 `python -m benches.server.share` serves the demo model and loads its kernels in this process as well; in each round it
 measures the memory's rate, the kernels' prefill and decode, and the load over HTTP with 1, 8 and 32 streams of 128 +
@@ -8,7 +8,7 @@ measures the memory's rate, the kernels' prefill and decode, and the load over H
   kernels_tok_s   the same, if nothing but kernels ran: prompts in steps of 512 rows, then decode steps of all streams
   share           of the two, in the same round
   decode_tok_s    between the first and the last token of the streams
-  memory_share    decode_tok_s over what the memory could deliver the weights for
+  memory_share    decode_tok_s over the rate at which the memory could deliver the weights
 """
 
 import argparse
@@ -36,11 +36,11 @@ LENGTH, STEP_ROWS, BLOCK = 128, 512, 16
 CACHE_BYTES, LONG = (
     2 << 30,
     1000,
-)  # the most that a server takes by itself for keys and values; tokens of a prompt that fills it
+)  # the largest KV cache that a server takes by default; tokens of a prompt of the load that fills it
 
 
 def open_backend(model: str, weight_format: str) -> CpuBackend:
-    """With room for 32 sequences, and the weights as the server holds them."""
+    """A backend with room for 32 sequences, and with the weights in the form of the server's."""
     checkpoint = open_checkpoint(find_model(model))
     config = EngineConfig(model=str(checkpoint.path), weight_format=weight_format)
     held = footprint.weight_format(config, checkpoint.spec, checkpoint.weights.form)
@@ -48,16 +48,16 @@ def open_backend(model: str, weight_format: str) -> CpuBackend:
 
 
 def filling(backend: CpuBackend) -> Load:
-    """A load after which all of the cache has been written to once, as in a server that has run for a while.
+    """A load that writes to all of the cache once, as in a server that has run for a while.
 
-    Where the host takes free memory back, a first use costs more processor time than all of the server.
+    Where the host reclaims free memory, the first use of a page costs more processor time than the server itself.
     """
     token_bytes = backend.kv_bytes / (backend.num_blocks * backend.block_size)
     return Load(4, math.ceil(CACHE_BYTES / token_bytes / LONG), LONG, 1)
 
 
 def prefill_s(backend: CpuBackend, count: int) -> float:
-    """Of `count` prompts, as many in a step as fit."""
+    """The time of `count` prompts, with as many in a step as fit, in seconds."""
     random, total = np.random.default_rng(0), 0.0
     for first in range(0, count, STEP_ROWS // LENGTH):
         prompts = min(STEP_ROWS // LENGTH, count - first)

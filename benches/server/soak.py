@@ -4,8 +4,8 @@
 
 Answers are computed first by a server without a pool, one by one. Then clients ask in parallel, streamed and whole, and
 sometimes hang up, while processes are killed; the KV cache is so small that prefixes are evicted and come back from the
-pool all the time, and every byte of them is watched (`verifyBlocks`). Lines of JSON say what was counted; the end is 1
-when an answer differed, a byte was wrong, or nothing was loaded or compared, which would prove nothing.
+pool all the time, and every byte of them is checked (`verifyBlocks`). JSON lines report the counts; the exit code is 1
+if an answer differed, a byte was wrong, or nothing was loaded or compared, which would prove nothing.
 """
 
 import argparse
@@ -28,18 +28,18 @@ from benches.server.soak_world import Settings, World
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.demo_models import find_model
 
-_PAUSE_S = 12.0  # between disturbances, about
-_FIRST_PAUSES = 6  # a short soak has so many at least
+_PAUSE_S = 12.0  # mean pause between disturbances
+_FIRST_PAUSES = 6  # a short soak has about this many disturbances
 _RETRY_S = 0.5  # after an error, before the next request
 _REPORT_S = 15.0
-_SHOWN = 3  # of answers that differ
+_SHOWN = 3  # number of different answers that are printed
 _PATIENCE_S = (
-    120.0  # beyond its end, until something was compared and loaded: a short one may end too early for a busy machine
+    120.0  # a soak may last this much longer until something was compared and loaded: a busy machine may be slow
 )
 
 
 class Clients:
-    """Threads that ask until they are stopped, and what they found."""
+    """Threads that send requests until they are stopped, and their counts."""
 
     def __init__(self, world: World, cases: Sequence[Case], max_requests: int, seed: int) -> None:
         self.counts: Counter[str] = Counter()
@@ -56,7 +56,7 @@ class Clients:
             thread.start()
 
     def stop(self) -> None:
-        """Returns when every request that runs has been answered."""
+        """Stop the threads; returns when every running request has been answered."""
         self._is_over.set()
         for thread in self._threads:
             thread.join()
@@ -136,7 +136,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _with_truth(cases: Sequence[Case], settings: Settings, folder: Path) -> list[Case]:
-    """Each case with the answer of a server that does nothing else."""
+    """Each case with the answer of a server that has no other request."""
     print("the undisturbed answers", file=sys.stderr, flush=True)
     own = folder / "undisturbed"
     own.mkdir()
@@ -145,7 +145,7 @@ def _with_truth(cases: Sequence[Case], settings: Settings, folder: Path) -> list
 
 
 def _disturb(world: World, clients: Clients, duration_s: float, seed: int) -> Counter[str]:
-    """Something befalls a process every few seconds, each kind in turn and in a random order. Repairs cost no time."""
+    """Disturb a process every few seconds, each kind once in random order, then again. Repairs prolong the soak."""
     dice, disturbed = random.Random(seed), Counter[str]()
     end_s, report_s = time.monotonic() + duration_s, 0.0
     pause_s = min(_PAUSE_S, duration_s / _FIRST_PAUSES)
@@ -172,7 +172,7 @@ def _disturb(world: World, clients: Clients, duration_s: float, seed: int) -> Co
 
 
 def _wait_for_proof(world: World, clients: Clients) -> None:
-    """Until something was compared and loaded: a short soak may end too early for that on a busy machine."""
+    """Wait until something was compared and loaded: on a busy machine a short soak may end before that."""
     end_s = time.monotonic() + _PATIENCE_S
     while time.monotonic() < end_s and not clients.has_asked_enough:
         if clients.counts["compared"] and world.num_loaded:

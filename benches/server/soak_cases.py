@@ -1,4 +1,4 @@
-"""What the soak asks: requests of every kind whose answers do not depend on when, where or beside whom they run."""
+"""The soak's requests: every kind whose answer does not depend on time, place or concurrent requests."""
 
 import json
 import random
@@ -112,7 +112,7 @@ def _check(response: httpx.Response) -> None:
 
 
 def _cause(answer: dict[str, Any]) -> str:
-    """An error's message without what differs from time to time."""
+    """An error's message without the parts that vary."""
     message = str(answer["error"]["message"])
     return re.sub(r"\d+", "N", message)[:100]
 
@@ -124,7 +124,7 @@ def _whole(case: Case, answer: dict[str, Any]) -> Any:
 
 
 def _streamed(client: httpx.Client, case: Case, hang_up_after: int | None) -> Any:
-    """Texts and ends of the choices, joined. After so many events the connection is closed instead."""
+    """Texts and finish reasons of the choices, joined; or the connection is closed after some events."""
     found: dict[int, list[Any]] = {}
     with client.stream("POST", case.path, json={**case.body, "stream": True}, timeout=_READ_LIMIT_S) as response:
         _check(response)
@@ -139,7 +139,7 @@ def _streamed(client: httpx.Client, case: Case, hang_up_after: int | None) -> An
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """Raises Failed for an error's event, and for a stream without its end."""
+    """The events of a stream. Raises Failed for an error event, and for a stream without its end."""
     for line in response.iter_lines():
         if line == "data: [DONE]":
             return

@@ -1,4 +1,4 @@
-"""The processes of the soak, a server and its pool, and what befalls them: kills and restarts."""
+"""The processes of the soak, a server and its pool, and their disturbances: kills and restarts."""
 
 import json
 import os
@@ -25,7 +25,7 @@ WRONG = "WrongBytes"  # as the rank's traceback names it
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of the server. `kv_mb`: so little that prefixes are evicted all the time, and come back from the pool."""
+    """Settings of the server. `kv_mb` is so small that prefixes are constantly evicted and reloaded from the pool."""
 
     model: Path
     adapter: Path
@@ -34,7 +34,7 @@ class Settings:
     kv_mb: int = 100
 
     def document(self, socket: Path | None) -> dict[str, Any]:
-        """config.json; with the pool of the agent on `socket`, every byte of it watched."""
+        """The config.json; with `socket`, of a server that uses this agent's pool and checks every byte of it."""
         pool = {"backend": "ems", "socketPath": str(socket), "timeoutMs": 5000, "verifyBlocks": True}
         model = {
             "modelName": MODEL,
@@ -54,7 +54,7 @@ class Settings:
 
 
 class World:
-    """A server, and with `has_pool` an agent, until the context ends. Restarts are seen by `url` alone."""
+    """A server, and with `has_pool` an agent, until the context ends. After a restart only `url` changes."""
 
     def __init__(self, settings: Settings, folder: Path, has_pool: bool) -> None:
         self._folder = folder
@@ -83,22 +83,22 @@ class World:
 
     @property
     def url(self) -> str:
-        """Of the server as it is now, or was last."""
+        """The URL of the running server, or of the last one."""
         assert self._server is not None
         return self._server.url
 
     @property
     def num_wrong(self) -> int:
-        """Ranks that ended because a byte was wrong, of servers that were stopped."""
+        """The number of ranks, in stopped servers, that ended because of a wrong byte."""
         return self._num_wrong
 
     @property
     def num_loaded(self) -> int:
-        """Blocks that came from the pool, over all ranks so far."""
+        """The number of blocks loaded from the pool, over all ranks so far."""
         return self._num_loaded + self._last_loaded
 
     def look(self) -> None:
-        """Note what the rank has loaded; one that was restarted begins at 0."""
+        """Record the rank's number of loaded blocks; a restarted rank begins at 0."""
         try:
             text = self._client.get(self.url + "/metrics").text
         except httpx.HTTPError:
@@ -110,7 +110,7 @@ class World:
         self._last_loaded = now
 
     def disturbances(self) -> list[tuple[str, Callable[[], None]]]:
-        """A round of them, by name. Each returns when things are well again."""
+        """One round of disturbances, with their names. Each returns when the processes work again."""
         return [
             ("pool killed", self._kill_agent),
             ("rank killed", self._kill_rank),

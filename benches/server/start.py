@@ -1,8 +1,8 @@
-"""How long it takes to the first answer: of the server, of a cold Gewu model, of a fresh installation.
+"""The time to the first answer: of the server, of a cold Gewu model, of a fresh installation.
 
 `python -m benches.server.start [--against SRC] [--rounds N] [--install]` prints JSON lines. SRC is the src folder of
-another checkout, whose starts are taken in turns with this one's; with --install a new environment is made of this
-checkout, as `make serve` makes it, from whatever pip has cached.
+another checkout, whose starts are measured in turns with this one's; --install makes a new environment of this
+checkout, as `make serve` does, from pip's cache.
 """
 
 import argparse
@@ -43,13 +43,13 @@ with Session(sys.argv[1]) as session:
 
 
 def emit(state: str, name: str, times_s: list[float]) -> None:
-    """The median of all rounds, and each of them."""
+    """Print the median of all rounds, and the time of each."""
     line = {"bench": "start", "state": state, "name": name, "value": round(statistics.median(times_s), 3), "unit": "s"}
     print(json.dumps({**line, "all": [round(each, 3) for each in times_s]}), flush=True)
 
 
 def environment(source: Path, cache: Path) -> dict[str, str]:
-    """Of a process of that checkout which keeps its packed weights below `cache`."""
+    """The environment of a process of that checkout, with its cache of packed weights below `cache`."""
     return {**os.environ, "PYTHONPATH": str(source), "KVLOOM_WEIGHT_CACHE": str(cache / "packed")}
 
 
@@ -64,7 +64,7 @@ def process(command: list[str], environ: Mapping[str, str]) -> Iterator["subproc
 
 
 def serve(environ: Mapping[str, str], kept: Path | None = None) -> float:
-    """From the command to the whole of the first answer. With `kept` it stops when weights are kept in that folder."""
+    """The time from the command to the complete first answer. With `kept`, wait then for weights in that folder."""
     port = str(free_port())
     began_s = time.perf_counter()
     with process([sys.executable, "-m", "kvloom.cli", "serve", MODEL, "--port", port], environ):
@@ -83,7 +83,7 @@ def is_answered(port: str) -> bool:
 
 
 def cold_reply(environ: Mapping[str, str], folder: Path) -> float:
-    """From Create on a model that no worker holds to the first piece of the reply; the daemon runs already."""
+    """The time from Create on an unloaded model to the first piece of the reply; the daemon runs already."""
     path = folder / "gewu.sock"
     both = {**environ, "GEWU_SOCKET": str(path)}
     with process([sys.executable, "-m", "kvloom.cli", "gewu", "daemon"], both):
@@ -93,7 +93,7 @@ def cold_reply(environ: Mapping[str, str], folder: Path) -> float:
 
 
 def install() -> None:
-    """A fresh environment with what serving needs, and from `make serve` in a new checkout to the first answer."""
+    """The times to install a fresh environment for serving, and from `make serve` in a new checkout to the answer."""
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name) / "kvloom"
         files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)

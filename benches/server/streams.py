@@ -1,12 +1,12 @@
 """Streams beside long prompts: the longest gaps between tokens, and what keeping them short costs in throughput.
 
 `python -m benches.server.streams` serves the demo model twice, once with `--max-gap-ms 0` (throughput first) and once
-as it is by default (`--max-gap-ms` gives another), and lets them take turns: 32 streams of 128 + 128 tokens, 64 in all,
+with the default (`--max-gap-ms` gives another), and measures them in turns: 32 streams of 128 + 128 tokens, 64 in all,
 beside prompts of 1,024 tokens and answers of 16, `--long` of them, one every `--every` seconds. Both do the same work;
 a round ends when all of it is answered. One JSON line a round and server, then one with the medians:
 
   gap_ms        median and p99 of the streams' gaps
-  quiet_ms      their median while no prompts come, in a load of its own before
+  quiet_ms      their median without prompts, in a separate load before
   p99_to_median, p99_to_quiet   the p99 over each of the two medians
   tok_s         all tokens, of prompts and answers, over the time of the round
   share         tok_s over that of throughput first, in the same round
@@ -32,7 +32,7 @@ PORTS = {FIRST: 8111, "gap": 8112}
 
 
 async def long_answers(target: Target, count: int, every_s: float, seed: str) -> list[Answer]:
-    """Prompts that come at fixed times, whatever becomes of those before them."""
+    """Send prompts at fixed times, whether or not earlier ones are answered."""
     started_s = time.perf_counter()
 
     async def one(index: int, prompt: list[int]) -> Answer:

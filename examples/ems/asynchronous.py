@@ -1,4 +1,4 @@
-"""Save and load in the background under token semantics; a full prefix first, then only what a mask leaves."""
+"""Save and load in the background under token semantics; first a full prefix, then tokens that a mask selects."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ TOKENS = [101, 102, 103, 104, 105, 106]
 
 def main() -> None:
     draw = np.random.default_rng()
-    kvcache = [[draw.random((8, 4, 2, 8), np.float32) for _ in range(2)] for _ in range(2)]  # in host memory; no torch
+    kvcache = [[draw.random((8, 4, 2, 8), np.float32) for _ in range(2)] for _ in range(2)]  # host memory, no torch
     with ems.embedded(pool="64M"):
         Ems.init(EmsConfig(cc_config=CcConfig(rank_id=0, device_id=0, model_id="llama2-13b")))
         cc = Ems.get_cc()
@@ -19,7 +19,7 @@ def main() -> None:
         slots = list(range(6))
         future = cc.async_save(slot_mapping=slots, token_ids=TOKENS)
         print("done already" if cc.is_ready(future) else "under way")
-        print("saved", cc.get_result(future))  # two blocks: 4 tokens and the tail of 2
+        print("saved", cc.get_result(future))  # two blocks: one of 4 tokens and a tail of 2
 
         futures = [
             cc.async_load(slot_mapping=slots, token_ids=TOKENS),

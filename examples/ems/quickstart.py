@@ -1,4 +1,4 @@
-"""Save the KV cache of a prefix and load it elsewhere; a private pool is started, no service is needed."""
+"""Save the KV cache of a prefix and load it elsewhere. The example starts a private pool and needs no service."""
 
 import torch
 

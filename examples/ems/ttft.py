@@ -3,7 +3,7 @@
     python examples/ems/ttft.py                  # the demo model, 1,000 tokens, five prompts, ttft.png
 
 Starts `kvloom pool agent` and `kvloom serve` as a user would, asks over HTTP, stops the server, starts it again and
-asks the same. Prompts are random tokens: what they say makes no difference to the time. Answers must be the same.
+asks the same. Prompts are random tokens, since their content does not affect the time. Answers must be the same.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Answer:
 
 @contextmanager
 def agent(socket: Path, pool: str) -> Iterator[None]:
-    """A node agent on `socket`, with that much memory, until the context ends."""
+    """A node agent on `socket`, with `pool` of memory (its `--pool`), until the context ends."""
     command = [*KVLOOM, "pool", "agent", f"--socket={socket}", f"--pool={pool}"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
@@ -90,7 +90,7 @@ def server(folder: Path, model: Path, socket: Path) -> Iterator[httpx.Client]:
 
 
 def ask(client: httpx.Client, phase: str, prompt: list[int]) -> Answer:
-    """Send the prompt, read the stream."""
+    """Send the prompt and read the stream."""
     body = {
         "model": "model",
         "prompt": prompt,
@@ -116,7 +116,7 @@ def ask(client: httpx.Client, phase: str, prompt: list[int]) -> Answer:
 
 
 def measure(model: Path, num_tokens: int, rounds: int, pool: str = "1G") -> list[Answer]:
-    """Each of `rounds` prompts cold and again; then, in a new server, from the pool."""
+    """Send each of `rounds` prompts cold and a second time, and then to a new server, which loads it from the pool."""
     chance = Random(1)
     prompts = [[chance.randrange(1000, 20000) for _ in range(num_tokens)] for _ in range(rounds)]
     answers = []
@@ -134,14 +134,14 @@ def measure(model: Path, num_tokens: int, rounds: int, pool: str = "1G") -> list
 
 
 def check(answers: list[Answer], rounds: int) -> None:
-    """The answer to a prompt is the same, wherever its KV cache came from."""
+    """Check that the answer to a prompt does not depend on the source of its KV cache."""
     cold, warm, loaded = ([answer.text for answer in answers if answer.phase == phase] for phase in PHASES)
     if not len(cold) == rounds or cold != warm or cold != loaded:
         raise SystemExit("answers differ: that is a bug")
 
 
 def plot(answers: list[Answer], title: str, path: Path) -> None:
-    """Medians as bars, each request as a dot; one line says so when matplotlib is not there."""
+    """Medians as bars, each request as a dot; prints a line instead where matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         print("no plot: matplotlib is not installed (pip install 'kvloom[plot]')")
         return

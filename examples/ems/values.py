@@ -1,4 +1,4 @@
-"""Values by keys: an engine that lays out its cache itself keeps chunks in the pool. Runs without service or root."""
+"""Values under keys: an engine with its own cache layout keeps chunks in the pool. Needs no service and no root."""
 
 import numpy as np
 

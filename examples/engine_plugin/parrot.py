@@ -1,4 +1,4 @@
-"""An engine of one's own behind kvloom's server: it says the prompt back. `kvloom serve FOLDER --backend parrot`."""
+"""An engine plug-in for kvloom's server, which repeats the prompt. `kvloom serve FOLDER --backend parrot`."""
 
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import RankInfo
@@ -41,14 +41,14 @@ class Parrot:
                     yield delta
 
     def _deltas(self, request):
-        """One a token; the last has a finish_reason, whatever happens."""
+        """One delta a token, then one that always has a finish_reason."""
         answer = request.prompt_ids[: request.params.max_tokens]
         detok = Detokenizer(text_bytes(self.vocabulary, request.params.skip_special_tokens))
         yield from (Delta(request.id, detok.add(token), (token,)) for token in answer)
         whole = len(answer) == len(request.prompt_ids)
         yield Delta(request.id, finish_reason=FinishReason.STOP if whole else FinishReason.LENGTH)
 
-    def abort(self, request_id): ...  # all have ended
+    def abort(self, request_id): ...  # all requests have already ended
     def unload_adapter(self, adapter): ...
     async def reset_prefix_cache(self, preempts): ...
     async def sleep(self): ...
