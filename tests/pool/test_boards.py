@@ -1,4 +1,4 @@
-"""A client says on its session's board what it has read: pins end without a message, and nobody is woken in vain."""
+"""A client notes on its session's board what it has read: pins end without a message, no thread wakes in vain."""
 
 import os
 import socket
@@ -23,7 +23,7 @@ POOL = NUM * BLOCK
 
 
 class Client:
-    """A rank with NUM blocks, on a link of its own."""
+    """A rank with NUM blocks, on its own link."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -36,7 +36,7 @@ class Client:
         return self.caching.save(range(NUM), range(first_hash, first_hash + NUM), [1] * NUM).success
 
     def load(self) -> bool:
-        """Whether all came, as they had been."""
+        """Loads all blocks; returns whether all came with the bytes that were saved."""
         expected = self.cache.copy()
         self.cache[:] = 0
         done = self.caching.load(range(NUM), range(NUM), [1] * NUM)
@@ -58,7 +58,7 @@ class Client:
 
 @pytest.fixture
 def client(native: None) -> Iterator[Client]:
-    """On an agent whose pool its blocks fill."""
+    """A client of an agent whose pool is full of the client's blocks."""
     with running_agent(pool_bytes=POOL) as agent:
         made = Client(agent)
         assert made.save() == NUM
@@ -67,7 +67,7 @@ def client(native: None) -> Iterator[Client]:
 
 
 def num_pinned(agent: Agent) -> int:
-    """Blocks that somebody reads."""
+    """The number of blocks that are being read."""
     (pool,) = agent.node.pools()
     blocks = [block for block in pool.pin_each(pool.block_keys()) if block is not None]
     pinned = sum(block.pins > 1 for block in blocks)
@@ -85,7 +85,7 @@ def test_what_was_read_is_let_go_of_though_its_client_says_nothing_more(client):
 
 
 def test_a_save_has_the_room_of_what_its_client_has_read(client):
-    """Also within a batch, when nothing is done that can wait."""
+    """This also holds within a batch, where the agent does nothing that can wait."""
     until(lambda: num_pinned(client.agent) == 0)
     link, keys = client.link, client.agent.node.pools()[0].block_keys()
     link.arena(BLOCK, BLOCK, soon())
@@ -136,14 +136,14 @@ def is_asleep(thread: str) -> bool:
 
 
 def sleeps(thread: str) -> int:
-    """How many times it has gone to sleep."""
+    """How many times the thread went to sleep."""
     status = Path(f"/proc/self/task/{thread}/status").read_text()
     return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
 @pytest.mark.parametrize("is_native", ["1", "0"])
 def test_who_waits_for_a_request_is_not_woken_when_its_answers_are_read(native, monkeypatch, is_native):
-    """A Unix socket wakes whoever sleeps in `recv` when the other end has read what was sent before."""
+    """A Unix socket wakes a thread that sleeps in `recv` when the other end reads what was sent before."""
     num = 40
     monkeypatch.setenv("EMS_NATIVE", is_native)
     with running_agent() as agent:

@@ -63,7 +63,7 @@ def test_status_says_where_no_socket_is(monkeypatch):
 
 @pytest.fixture
 def _small_rings(monkeypatch):
-    """Figures are not looked at here: memory need not be larger than the processor's caches."""
+    """These tests do not check the figures, so memory need not exceed the processor's caches."""
     monkeypatch.setattr(measuring, "_RING_BYTES", 1)
 
 
@@ -75,7 +75,7 @@ def test_bench_puts_the_pool_beside_memcpy_and_other_stores():
     for name in ("save", "direct_save", "load", "remote_load"):
         assert 0 < row[f"{name}_ratio"] == pytest.approx(row[name] / row["memcpy"], rel=0.1)
     assert min(row[name] for name in ("tcp", "load_one_us", "exists_us", "ping_us")) > 0
-    assert row["checksum_share"] < 1  # below 0 where noise is more than the sum costs
+    assert row["checksum_share"] < 1  # below 0 if noise exceeds the checksum's cost
     assert (body["clients"]["clients"], body["clients"]["p99_to_p50"] >= 1) == (2, True)
     if find_server() is None:
         pytest.skip("the columns of Redis need valkey-server or redis-server")

@@ -1,4 +1,4 @@
-"""An agent with a distributed store behind it: true bytes or misses, and late calls harm nothing."""
+"""An agent with a distributed store behind it: loads give true bytes or misses, and late calls do no harm."""
 
 import contextlib
 import importlib
@@ -32,7 +32,7 @@ OFFSETS = [4] * len(HASHES)
 
 
 class FakeEngine:
-    """A dictionary. While `gate` is closed calls wait; `failing` calls raise."""
+    """A store in a dictionary. While `gate` is closed its calls wait; when `is_failing` they raise EngineError."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -78,7 +78,7 @@ def saved_and_forgotten(agent: Agent, cc) -> None:
     until(lambda: pool.counts["push_done"] == len(HASHES))
 
     def is_empty() -> bool:
-        pool.evict(1 << 30)  # leaves what the session's batch still pins
+        pool.evict(1 << 30)  # leaves blocks that the session's batch still pins
         return pool.usage()["blocks"] == 0
 
     until(is_empty)
@@ -183,7 +183,7 @@ def test_calls_that_never_return_do_not_pile_up():
     tier = EngineTier(engine, lambda: now[0])
     engine.gate.clear()
     for _ in range(20):
-        now[0] += 100  # past every pause of the breaker
+        now[0] += 100  # longer than any pause of the breaker
         assert tier.has("t", [bytes(32)], now[0]) == [False]
     until(lambda: engine.num_calls == 4)
     assert tier._num_busy == 4
@@ -262,7 +262,7 @@ def test_a_cluster_client_says_when_there_is_no_cluster(server):
 
 
 class FakeMooncake:
-    """What the adapter uses of `mooncake.store.MooncakeDistributedStore`, with its codes."""
+    """The part of `mooncake.store.MooncakeDistributedStore` that the adapter uses, with its return codes."""
 
     values: ClassVar[dict[str, bytes]] = {}
     arguments: ClassVar[tuple] = ()
@@ -308,7 +308,7 @@ def test_mooncake_keeps_blocks_for_the_node(mooncake):
 
 @pytest.fixture
 def mooncake_address(tmp_path) -> Iterator[str]:
-    """A real Mooncake Store master on this machine, and this machine's address in its network."""
+    """The URL of a real Mooncake Store master on this machine; `host` is the machine's address in its network."""
     command = shutil.which("mooncake_master", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if command is None:
         pytest.skip("needs mooncake_master: pip install kvloom[mooncake]")
@@ -365,7 +365,7 @@ def test_a_wrong_address_is_refused(mooncake, address, password, problem):
 
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "kvloom.pool.stores.mooncake", raising=False)
-    for name in ("mooncake", "mooncake.store"):  # the second is there where a test before has loaded it
+    for name in ("mooncake", "mooncake.store"):  # the second is in sys.modules if an earlier test loaded it
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match=r"kvloom\[mooncake\]"):
         open_engine("mooncake://up:1?host=a", "")

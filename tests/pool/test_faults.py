@@ -1,6 +1,6 @@
-"""Faults with an oracle of true bytes: never a wrong byte, no wait past the deadline, nothing left behind.
+"""Faults, with an oracle of true bytes: no wrong byte, no wait past the deadline, nothing left behind.
 
-KVLOOM_POOL_KILLS is how many processes are killed in all (default 25; 200 is the full count).
+KVLOOM_POOL_KILLS is the number of processes killed in all (default 25; 200 is the full count).
 """
 
 import os
@@ -44,7 +44,7 @@ def _nothing_is_left():
 
 @contextmanager
 def waits_until(deadline_ms: int):
-    """Whatever the call inside waits for, it waits until its deadline at the latest: the clock stands as it begins."""
+    """Checks that no wait inside ends after `deadline_ms`, counted from the start of the `with` block."""
     begin_s, found = time.monotonic(), []
     wait, begin, load, save = Channel._wait, NativeLine._by, NativeCalls.load, NativeCalls.save
 
@@ -95,7 +95,7 @@ def test_killed_clients_leave_whole_blocks_or_none(tmp_path):
 
 
 def killing(killer, chance, calls):
-    """The calls in their order; `killer` starts as one of them is about to be made, any of them."""
+    """Yields the calls in order; starts `killer` just before a random one of them."""
     fatal = chance.randrange(len(calls))
     for number, call in enumerate(calls):
         if number == fatal:
@@ -125,7 +125,7 @@ def test_killed_agents_cost_an_error_and_then_misses(tmp_path):
 
 @pytest.fixture(params=["plain", "tls"])
 def pair(tmp_path, request):
-    """Two nodes as processes, with fixed ports; sessions on both."""
+    """Two nodes in processes of their own, on fixed ports, with a session on each."""
     tls = []
     if request.param == "tls":
         make_files(tmp_path)
@@ -180,8 +180,8 @@ def test_a_stopped_peer_costs_the_deadline_and_then_nothing(pair):
     assert oracle.save(cc, HASHES, write_rcache=False) == len(HASHES)
     with there.stopped():
         for _ in range(3):
-            assert oracle.load(cc, HASHES, timeout=2000) < len(HASHES)  # or the deadline would be an error
-        with ThreadPoolExecutor(1) as pool:  # the breaker is open: nobody waits for the deadline
+            assert oracle.load(cc, HASHES, timeout=2000) < len(HASHES)  # a missed deadline would raise
+        with ThreadPoolExecutor(1) as pool:  # the breaker is open, so the call does not wait for its deadline
             assert pool.submit(oracle.load, cc, HASHES, timeout=60_000).result(WAIT_S) < len(HASHES)
 
 
@@ -221,7 +221,7 @@ def test_flipped_bits_between_nodes_are_misses(pair_in_process):
 
 @pytest.fixture
 def pair_in_process():
-    """Nodes a and b of this process; a reaches b through a proxy that can flip bits."""
+    """Nodes a and b in this process; a reaches b through a proxy that can flip bits."""
     cluster = {"listen": ("127.0.0.1", 0), "secret": SECRET}
     nowhere = (Address("x", "127.0.0.1", 1),)
     with (
@@ -270,7 +270,7 @@ def test_a_block_that_found_no_room_is_a_miss_by_quota():
     with running_agent(pool_bytes=1 << 20) as agent, session(agent.config.socket, oracle.kv) as cc:
         pool = agent.node.pool("default")
         while isinstance(begun := pool.begin(secrets.token_bytes(32), 4096), Reservation):
-            pass  # what is being written cannot be evicted
+            pass  # blocks that are being written cannot be evicted
         assert begun == NoRoom(m.Status.NO_ROOM)
         assert oracle.save(cc, HASHES) == 0
         assert oracle.load(cc, HASHES) == 0
@@ -282,7 +282,7 @@ KEY = "k" * 40
 
 @pytest.fixture
 def guarded(tmp_path):
-    """A node with tenants a and b."""
+    """A node with the tenants a and b."""
     with running_agent(is_open=False, secret=SECRET) as agent:
         agent.node.keyring.replace([new_credential("a", "a", KEY), new_credential("b", "b", KEY[::-1] + "b")])
         yield agent

@@ -1,4 +1,4 @@
-"""What an agent takes at most: sessions, staging memory, descriptors. Who finds none waits, is counted, and told."""
+"""An agent's limits: sessions, staging memory, descriptors. Callers beyond them wait, are counted and are told."""
 
 import errno
 import logging
@@ -219,7 +219,7 @@ def test_a_flood_of_refused_logins_is_a_line_a_second(caplog):
 
 
 class SignallingLock:
-    """Says that somebody wants it."""
+    """A lock that sets `wanted` when a second thread wants it."""
 
     def __init__(self, wanted: threading.Event) -> None:
         self._lock = threading.Lock()
@@ -240,7 +240,7 @@ def test_what_two_threads_count_is_all_counted():
     other = threading.Thread(target=lambda: (counts.add("hits"), has_met.set()))
 
     class Two(int):
-        """While it is being added, another thread counts."""
+        """A number that lets another thread count while it is being added."""
 
         def __radd__(self, before: int) -> int:
             other.start()

@@ -1,4 +1,4 @@
-"""SDK and agents with the C++ libraries and without go together: whoever saved a block, of whatever size, finds it."""
+"""SDK and agents with and without the C++ libraries work together: each finds the blocks of the others, of any size."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +19,7 @@ from tests.support.waiting import until
 
 KINDS = ("native", "python")
 NUM_BLOCKS = 24
-TOKEN_BYTES = (24, 1000, 4096, 16384)  # blocks of 96 bytes, of 4,000, of 16 KiB and of 64
+TOKEN_BYTES = (24, 1000, 4096, 16384)  # blocks of 96 bytes, 4,000 bytes, 16 KiB and 64 KiB
 POOLS = {"native": NativePool, "python": TenantPool}
 TENSORS = {"native": NativeHostTensors, "python": HostTensors}
 pytestmark = pytest.mark.usefixtures("native")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("native")
 
 @contextmanager
 def of_kind(kind: str) -> Iterator[None]:
-    """What is opened inside has the C++ library or does without."""
+    """Sessions and agents that are opened inside use the C++ libraries, or do without them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EMS_NATIVE", "1" if kind == "native" else "0")
         yield
@@ -61,7 +61,7 @@ class Client:
 
     @staticmethod
     def arguments(how: str, first: int) -> tuple[tuple[list[int], ...], dict[str, list[int]]]:
-        """Of a save or load of everything: by hashes, or by tokens of which the last block has one less."""
+        """The arguments to save or load all blocks: by hashes, or by tokens, with one less in the last block."""
         slots = slots_of(*range(NUM_BLOCKS))
         if how == "hashes":
             return (slots, list(range(first, first + NUM_BLOCKS)), [BLOCK_SIZE] * NUM_BLOCKS), {}
@@ -73,7 +73,7 @@ class Client:
         return self.cc.save(*arguments, **keywords)
 
     def load(self, how: str, first: int = 0) -> CcResult:
-        """Loads, and compares every byte."""
+        """Loads all blocks and compares every byte."""
         self.fill()
         truth = [tensor.copy() for tensor in self.kv[0]]
         self.clear()
@@ -107,7 +107,7 @@ def test_what_one_kind_of_sdk_saves_either_loads(agents, token_bytes, how):
 @pytest.mark.parametrize("token_bytes", TOKEN_BYTES)
 @pytest.mark.parametrize("kinds", [(a, b) for a in KINDS for b in KINDS], ids="-".join)
 def test_nodes_of_both_kinds_push_and_fetch_alike(kinds, token_bytes):
-    """What one saves the other finds, and has its own share of as home."""
+    """Each finds what the other saved, and holds the blocks whose home it is."""
     cluster = {"listen": ("127.0.0.1", 0), "secret": SECRET, "peers": (Address("x", "127.0.0.1", 1),)}
     with ExitStack() as stack:
         agents = [
@@ -122,11 +122,11 @@ def test_nodes_of_both_kinds_push_and_fetch_alike(kinds, token_bytes):
             how = "hashes" if saver is here else "tokens"
             assert saver.save(how) == WHOLE
             until(lambda pool=pool: pool.counts["push_done"] > 0)
-            until(lambda loader=loader, how=how: loader.load(how) == WHOLE)  # when all pushes are done
+            until(lambda loader=loader, how=how: loader.load(how) == WHOLE)  # true once all pushes are done
         for pool in pools:
             until(
                 lambda pool=pool: pool.counts["peer_reads"] and pool.counts["peer_writes"]
-            )  # counted behind the answer
+            )  # counted after the answer
             assert pool.counts["corrupt_on_wire"] == 0
             pool.check()
 
@@ -134,7 +134,7 @@ def test_nodes_of_both_kinds_push_and_fetch_alike(kinds, token_bytes):
 @pytest.mark.parametrize("how", ["hashes", "tokens"])
 @pytest.mark.parametrize("kinds", [(a, b) for a in KINDS for b in KINDS], ids="-".join)
 def test_a_snapshot_of_one_kind_is_read_by_the_other(kinds, how, tmp_path):
-    """And the SDK's session outlives the agent."""
+    """The SDK's sessions survive the agent's restart."""
     before, after = kinds
     socket, kept = tmp_path / "ems.sock", tmp_path / "kept"
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Every way in which an agent refuses: each is counted once, under a cause that docs/ems.md lists."""
+"""Every way in which an agent refuses a call: each is counted once, under a cause that docs/ems.md lists."""
 
 import contextlib
 import re
@@ -29,7 +29,7 @@ LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 def counted(agent, what: str) -> dict[tuple[str, str], int]:
-    """By tenant and cause, or status."""
+    """The values of the metric `what`, by tenant and cause, or by tenant and status."""
     found = {}
     for name, labels, count in ROW.findall(render([agent.stats()]).decode()):
         if name == what:
@@ -113,7 +113,7 @@ def test_a_revoked_key_and_a_wrong_one_are_counted():
 
 def test_callers_that_do_not_say_who_they_are_are_counted_for_no_tenant(monkeypatch):
     def call(agent, *messages: m.Message, raw: bytes = b"") -> None:
-        """Returns when the agent has closed the connection."""
+        """Sends messages and `raw`; returns when the agent has closed the connection."""
         with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(ConnectionError):
             sock.settimeout(WAIT_S)
             sock.connect(str(agent.config.socket))

@@ -1,4 +1,4 @@
-"""A session's requests get the same answers, whether C++ gives them or Python does."""
+"""A session's requests get the same answers from C++ and from Python."""
 
 import ctypes
 import socket
@@ -59,7 +59,7 @@ def link_to(agent: Agent) -> Link:
 
 
 class Kind:
-    """An agent whose sessions are served in one way, a link to it, and what lies in its staging area."""
+    """An agent that serves its sessions in one way, a link to it, and the contents of its staging area."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -68,7 +68,7 @@ class Kind:
         self.leases: list[int] = []
 
     def ask(self, request: m.Message | tuple[int, int]) -> object:
-        """The answer, without what may differ: where blocks lie, and numbers of leases."""
+        """The answer without what may differ: the places of blocks and the numbers of leases."""
         deadline_s = soon()
         if isinstance(request, tuple):
             which, corrupt = request
@@ -167,7 +167,7 @@ def test_what_is_no_frame_ends_the_session_and_a_request_with_the_handshake_is_a
 
 
 def test_an_answer_that_is_none_is_told(kinds):
-    """The SDK's calls in C++ raise what those in Python do."""
+    """The SDK's calls in C++ raise the same errors as those in Python."""
     here, there = socket.socketpair()
     line = native_line(here.fileno())
     assert line is not None
@@ -221,14 +221,14 @@ def test_a_batch_is_a_chain_if_it_says_so_and_is_pinned_until_it_was_answered(ki
 
 
 def a_part(number: int, is_last: bool) -> m.Save:
-    """A message of a batch that takes a quarter of the staging area."""
+    """A message of a batch that uses a quarter of the staging area."""
     size = ARENA // 4
     return m.Save(bytes([220, number]) * 16, [number % 4 * size], [size], b"", is_last=is_last)
 
 
 @pytest.mark.parametrize(("ends", "answers"), [((False, True), [[0, 1]]), ((False, False), [[0], [1]])])
 def test_who_has_sent_the_end_of_a_batch_gets_the_last_answers_at_once(kinds, ends, answers):
-    """Otherwise he may wait for a part of his staging area. Each packet is what the agent has sent at a time."""
+    """Otherwise the client might wait for a part of its staging area. Each packet is what the agent sent at once."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     arena, terms, writer = SharedMemory("test", ARENA, False), Terms(True, False, ctypes.c_uint64(0)), FrameWriter()
     with here, there:
@@ -270,7 +270,7 @@ def test_a_block_outside_of_its_segment_is_not_read():
 @pytest.mark.parametrize("size", [16 << 10, 48 << 10], ids=["one-thread", "two-threads"])
 @pytest.mark.parametrize("damaged", [None, 0, 1, 2, 30, 63])
 def test_a_load_is_copied_up_to_the_first_damaged_block(damaged, size):
-    """Whatever a second thread has summed meanwhile: what lies behind a damaged block stays as it was."""
+    """Blocks behind a damaged one stay as they were, even if a second thread has checked them already."""
     here, there = socket.socketpair()
     num = 64
     source = np.random.default_rng(1).integers(0, 256, (num, size), np.uint8)
@@ -298,7 +298,7 @@ def test_a_load_is_copied_up_to_the_first_damaged_block(damaged, size):
 
 
 def dishonest(segment: int, offset: int, length: int) -> m.Found:
-    """An answer that an honest agent does not give."""
+    """A reply that an honest agent would not send."""
     found = m.Found(1, [segment], [0], [8], bytes(16), 0)
     found.offsets, found.lengths = [offset], [length]
     return found

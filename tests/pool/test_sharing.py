@@ -1,4 +1,4 @@
-"""Tenants on one node through the SDK: what is guaranteed can be had at once, and who is refused is told why."""
+"""Tenants on one node through the SDK: guaranteed memory is available at once, and refusals give the reason."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +21,7 @@ POOL = 4 << 20
 
 
 class Tenant:
-    """A tenant's engine with blocks whose bytes follow from their hash."""
+    """A tenant's engine. The bytes of its blocks follow from their hashes."""
 
     def __init__(self, stack: ExitStack, socket: Path, name: str) -> None:
         self.tensor = torch.zeros((32, BLOCK_SIZE, 1, BLOCK_BYTES // BLOCK_SIZE), dtype=torch.uint8)
@@ -29,7 +29,7 @@ class Tenant:
         self._rows = self.tensor.view(32, BLOCK_BYTES).numpy()
 
     def save(self, hashes: range) -> int:
-        """How many of these, saved one by one, were stored."""
+        """Saves blocks of `hashes` one by one; returns how many were stored."""
         count = 0
         for block_hash in hashes:
             self._rows[0] = np.random.default_rng(block_hash).integers(0, 256, BLOCK_BYTES, np.uint8)
@@ -37,7 +37,7 @@ class Tenant:
         return count
 
     def load(self, hashes: range) -> int:
-        """How many are found; their bytes must be right."""
+        """Loads blocks of `hashes` one by one; returns how many were found. Their bytes must be right."""
         count = 0
         for block_hash in hashes:
             if self.cc.load(slots_of(1), [block_hash], [BLOCK_SIZE]).success:
@@ -49,7 +49,7 @@ class Tenant:
 
 @pytest.fixture
 def node():
-    """An agent with two tenants, and how to open a session for one."""
+    """An agent, and the engines of its two tenants."""
     with ExitStack() as stack:
         agent = stack.enter_context(
             running_agent(pool_bytes=POOL, segment_bytes=1 << 20, slab_bytes=1 << 18, is_open=False, secret=SECRET)

@@ -19,7 +19,7 @@ def _each_kind_of_pool(request, monkeypatch):
 
 
 def fill(pool: Pool, numbers: Iterable[int], length: int) -> list[bytes]:
-    """Saves blocks of `length` bytes one by one as sessions do, with room made ahead; returns their keys."""
+    """Saves blocks of `length` bytes one by one as sessions do, making room ahead for the next; returns the keys."""
     keys = []
     for number in numbers:
         keys.append(put(pool, number, length=length))
