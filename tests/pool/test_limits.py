@@ -1,4 +1,4 @@
-"""An agent's limits: sessions, staging memory, descriptors. Callers beyond them wait, are counted and are told."""
+"""An agent's limits: sessions, staging memory, descriptors. Callers beyond them wait, are counted and told why."""
 
 import errno
 import logging
