@@ -116,6 +116,25 @@ def test_what_a_fleet_cannot_do_is_refused_before_ray_is_started(args, problem):
         make_plan(args)
 
 
+@pytest.mark.parametrize(
+    ("modules", "problem"),
+    [
+        (["a b=/x"], "a b=/x: must be 1 to 128 letters, digits or any of "),
+        (["a/ready=/x"], "a/ready=/x: 'a/ready' cannot be told from a route of /v2/models"),
+        (["mock=/x"], "mock=/x: 'mock' is the name of a model$"),
+        (["a=/x", "b=/y", "a=/z"], "a=/z: 'a' is the name of another adapter$"),
+    ],
+)
+def test_names_of_adapters_are_checked_before_ray_is_started(modules, problem, tmp_path):
+    document = mock_document()
+    document["ModelDeployParam"]["ModelParam"][0] |= {"modelName": "mock", "loraModules": modules}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    path.chmod(0o640)
+    with pytest.raises(BadRequest, match=f"^loraModules: {problem}"):
+        make_plan(FleetArgs(config=str(path)))
+
+
 def test_a_node_with_another_version_is_refused_by_name():
     plan = make_plan(FleetArgs(backend="fake"))
     with pytest.raises(ModelError, match=r"node n1 has kvloom .*, and the fleet was deployed with 0\.0"):

@@ -19,6 +19,7 @@ from kvloom.rank.kernels.build import best_isa, cpu_flags, file_name, sums_of
 from kvloom.server.config.given import check_given
 from kvloom.server.config.settings import ServerConfig, Settings
 from kvloom.server.run.launch import read_settings, resolve_model
+from kvloom.server.run.names import check_names
 
 _ELSE = "`kvloom fleet run` is a server that has it, or put one before this"
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ def make_plan(args: FleetArgs, above: str = "args", is_behind_proxy: bool = True
     config = settings.build()
     if len(config.models) != 1 or config.pictures:
         raise BadRequest(f"{above}.config", "must name one language model: a fleet serves one, on many replicas")
+    check_names(config)
     if is_behind_proxy and config.tls is not None:
         raise BadRequest(f"{above}.config", f"must not set httpsEnabled: Ray's proxy speaks HTTP; {_ELSE}")
     if is_behind_proxy and (config.management is not None or config.metrics is not None):

@@ -247,6 +247,7 @@ def test_adapters_of_the_command_line_are_there_from_the_start_and_after_a_crash
         ("=x", 'loraModules: must be NAME=FOLDER, got "=x"'),
         ("sql=nowhere", "loraModules: sql=nowhere: adapter_config.json cannot be read"),
         (f"{MODEL}=nowhere", "is the name of a model"),
+        ("sql!=nowhere", "loraModules: sql!=nowhere: must be 1 to 128 letters, digits or any of _ - . : /"),
     ],
 )
 def test_a_wrong_adapter_of_the_start_ends_it_with_one_sentence(value, words):

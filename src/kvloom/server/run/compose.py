@@ -18,7 +18,6 @@ from starlette.types import ASGIApp
 from kvloom.contract.errors import BadRequest
 from kvloom.net.listening import bracketed
 from kvloom.server.config.settings import ServerConfig
-from kvloom.server.dialects.operators.lora import check_name
 from kvloom.server.dialects.operators.status import Control
 from kvloom.server.http.app import AppSettings, make_app
 from kvloom.server.http.draining import DrainingServer
@@ -168,8 +167,6 @@ def _load_adapters(models: Models, service: GenerationService, card: ModelCard, 
     """Load the adapters of the configuration. Raises BadRequest, ModelError."""
     for name, path in card.lora_modules:
         try:
-            check_name(name)
-            models.check_adapter_name(name, is_replacing=False)
             adapter = engine.preload_adapter(str(path.resolve()))
         except BadRequest as error:
             raise BadRequest("loraModules", f"{name}={path}: {error.problem}") from None

@@ -18,8 +18,8 @@ from types import FrameType
 from kvloom.contract.errors import BadRequest
 from kvloom.net.listening import allow_descriptors, listen
 from kvloom.server.config.settings import ServerConfig
-from kvloom.server.dialects.triton.verbs import check_model_name
 from kvloom.server.run.loading import Loading, Opening
+from kvloom.server.run.names import check_names
 from kvloom.server.secure.api_keys import check_bind
 
 
@@ -91,12 +91,6 @@ def check_addresses(config: ServerConfig) -> None:
     for key, (host, _) in config.addresses.items():
         is_public = key == "port" or host == config.host
         check_bind(host, config.allows_all_addresses, "ipAddress" if is_public else "managementIpAddress")
-
-
-def check_names(config: ServerConfig) -> None:
-    """Raises BadRequest for a model's name that cannot be part of a path."""
-    for name in config.names:
-        check_model_name(name, "modelName")
 
 
 @contextlib.contextmanager

@@ -14,7 +14,8 @@ from kvloom.net.listening import listen
 from kvloom.server.config.backends import factory_of
 from kvloom.server.config.settings import ServerConfig, Settings
 from kvloom.server.run.launch import resolve_model
-from kvloom.server.run.main import check_addresses, check_names
+from kvloom.server.run.main import check_addresses
+from kvloom.server.run.names import check_names
 from kvloom.server.secure.tls import tls_context
 from kvloom.server.serving.card import ModelCard
 

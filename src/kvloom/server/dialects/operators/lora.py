@@ -1,19 +1,16 @@
 """LoRA adapters while the server runs: the routes of vLLM's server, for operators."""
 
-import re
 from pathlib import Path
 
 import msgspec
 
 from kvloom.checkpoints.lora import CONFIG_FILE, WEIGHTS_FILE
 from kvloom.contract.errors import BadRequest, NotFound, ServingError
-from kvloom.server.dialects.triton.verbs import check_model_name
+from kvloom.server.dialects.operators.adapter_names import check_name
 from kvloom.server.errors import ErrorReply, openai_reply
 from kvloom.server.http.body import decode_body
 from kvloom.server.http.reply import Endpoint, HttpRequest, Reply
 from kvloom.server.serving.registry import Models
-
-_NAME = re.compile(r"[\w\-.:/]{1,128}\Z")
 
 
 class LoadBody(msgspec.Struct):
@@ -75,13 +72,6 @@ class LoraAdapters:
             service = self._models.pop_adapter(body.lora_name)
             service.engine.unload_adapter(service.adapter)
         return _said(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-
-def check_name(name: str) -> None:
-    """Raises BadRequest."""
-    if not _NAME.match(name):
-        raise BadRequest("lora_name", "must be 1 to 128 letters, digits or any of _ - . : /")
-    check_model_name(name, "lora_name")
 
 
 def allowed_path(text: str, root: Path | None) -> Path:
