@@ -282,3 +282,23 @@ def test_a_file_of_credentials_is_checked_also_where_assertions_are_off(tmp_path
     command = [sys.executable, "-O", "-m", "kvloom.cli", "pool", "credentials", str(file), "--access-id", "b"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, "not a credential: " in ended.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("option", ["--secret-file", "--engine-password-file", "--credentials"])
+def test_a_file_that_is_missing_is_told_by_its_option(option, tmp_path):
+    answer = run(
+        "agent", f"--socket={tmp_path / 's'}", f"--secret-file={secret_in(tmp_path)}", f"{option}={tmp_path}/none"
+    )
+    assert answer.exit_code == 1
+    assert answer.output == f"kvloom pool agent: {option}: {tmp_path}/none: No such file or directory\n"
+
+
+def test_a_token_file_that_is_empty_is_told_by_its_option(tmp_path):
+    (tmp_path / "token").touch()
+    answer = run("control", f"--secret-file={secret_in(tmp_path)}", f"--admin-token-file={tmp_path / 'token'}")
+    assert answer.output == f"kvloom pool control: --admin-token-file: {tmp_path / 'token'} is empty\n"
+
+
+def secret_in(folder: Path) -> Path:
+    (folder / "secret").write_bytes(SECRET)
+    return folder / "secret"

@@ -31,9 +31,9 @@ def load_context(config: TlsConfig, protocol: int) -> ssl.SSLContext:
     Host names are not checked. Raises TlsError, one sentence, for the first problem.
     """
     now = datetime.now(UTC)
-    authorities = [certificate for path in config.ca_files for certificate in _authorities(path, now)]
+    authorities = [certificate for path in config.ca_files for certificate in _authorities(config.names.ca, path, now)]
     if not authorities:
-        raise TlsError("tlsCaFile: at least one CA certificate is needed to check the other side")
+        raise TlsError(f"{config.names.ca}: at least one CA certificate is needed to check the other side")
     password = _password(config)
     _check_pair(config, password, now)
     context = ssl.SSLContext(protocol)
@@ -47,7 +47,7 @@ def load_context(config: TlsConfig, protocol: int) -> ssl.SSLContext:
         for path in config.ca_files:
             context.load_verify_locations(path)
         if config.crls:
-            _check_crls(config.crls, authorities, now)
+            _check_crls(config, authorities, now)
             for path in config.crls:
                 context.load_verify_locations(path)
             context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
@@ -96,7 +96,8 @@ def _check_usage(config: TlsConfig) -> None:
     except x509.ExtensionNotFound:
         return
     if not {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH} <= set(usage):
-        raise TlsError(f"tlsCert: the certificate in {config.cert} must be for servers and clients, a node is both")
+        what = f"the certificate in {config.cert} must be for servers and clients, a node is both"
+        raise TlsError(f"{config.names.cert}: {what}")
 
 
 def _read(option: str, path: Path, forbidden_mode: int) -> bytes:
@@ -136,74 +137,79 @@ def _check_strength(option: str, path: Path, certificate: x509.Certificate) -> N
         raise TlsError(f"{option}: the key of {path} is neither RSA, EC nor Ed25519/Ed448")
 
 
-def _authorities(path: Path, now: datetime) -> list[x509.Certificate]:
-    certificates = _certificates("tlsCaFile", path, now)
+def _authorities(option: str, path: Path, now: datetime) -> list[x509.Certificate]:
+    certificates = _certificates(option, path, now)
     for certificate in certificates:
         try:
             is_authority = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
         except x509.ExtensionNotFound:
             is_authority = False
         if not is_authority:
-            raise TlsError(f"tlsCaFile: {path} is not the certificate of a CA")
+            raise TlsError(f"{option}: {path} is not the certificate of a CA")
     return certificates
 
 
 def _password(config: TlsConfig) -> bytes | None:
     if config.key_password is None:
         return None
-    text = _read("tlsPkPwd", config.key_password, READABLE_BY_GROUP).decode(errors="replace").strip()
+    option = config.names.password
+    text = _read(option, config.key_password, READABLE_BY_GROUP).decode(errors="replace").strip()
     if not is_encrypted(text):
-        raise TlsError(f"tlsPkPwd: {config.key_password} is not encrypted: write it with seceasy_encrypt --encrypt")
+        raise TlsError(f"{option}: {config.key_password} is not encrypted: write it with seceasy_encrypt --encrypt")
     try:
         return KeyStore(config.keystore_master, config.keystore_standby).decrypt(text).rstrip(b"\r\n")
     except (KeyStoreError, OSError) as error:
-        raise TlsError(f"tlsPkPwd: {config.key_password} cannot be decrypted: {reason_of(error)}") from error
+        raise TlsError(f"{option}: {config.key_password} cannot be decrypted: {reason_of(error)}") from error
 
 
 def _check_pair(config: TlsConfig, password: bytes | None, now: datetime) -> None:
-    certificate = _certificates("tlsCert", config.cert, now)[0]
-    pem = _read("tlsPk", config.key, READABLE_BY_GROUP)
+    names = config.names
+    certificate = _certificates(names.cert, config.cert, now)[0]
+    pem = _read(names.key, config.key, READABLE_BY_GROUP)
     try:
         key = load_pem_private_key(pem, password)
     except TypeError as error:  # a password for a key that has none, or none for one that has
-        needs = "is not encrypted, but tlsPkPwd is given" if password else "is encrypted, but tlsPkPwd is not given"
-        raise TlsError(f"tlsPk: {config.key} {needs}") from error
+        needs = (
+            f"is not encrypted, but {names.password} is" if password else f"is encrypted, but {names.password} is not"
+        )
+        raise TlsError(f"{names.key}: {config.key} {needs} given") from error
     except ValueError as error:
-        raise TlsError(f"tlsPk: {config.key} is not a private key in PEM form, or tlsPkPwd does not fit") from error
+        fits = f", or {names.password} does not fit" if password else ""
+        raise TlsError(f"{names.key}: {config.key} is not a private key in PEM form{fits}") from error
     form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     if key.public_key().public_bytes(*form) != certificate.public_key().public_bytes(*form):
-        raise TlsError(f"tlsPk: {config.key} is not the key of the certificate {config.cert}")
+        raise TlsError(f"{names.key}: {config.key} is not the key of the certificate {config.cert}")
 
 
-def _check_crls(paths: tuple[Path, ...], authorities: list[x509.Certificate], now: datetime) -> None:
+def _check_crls(config: TlsConfig, authorities: list[x509.Certificate], now: datetime) -> None:
     """Raises TlsError unless each CA has a list: OpenSSL refuses the clients of a CA without one."""
-    lists = [revoked for path in paths for revoked in _crls(path, now)]
+    lists = [revoked for path in config.crls for revoked in _crls(config.names.crl, path, now)]
     for authority in authorities:
         if not any(_is_signed(revoked, authority) for revoked in lists):
-            raise TlsError(
-                f"tlsCrl: {', '.join(map(str, paths))} has no revocation list of {authority.subject.rfc4514_string()}"
-            )
+            shown = ", ".join(map(str, config.crls))
+            whose = authority.subject.rfc4514_string()
+            raise TlsError(f"{config.names.crl}: {shown} has no revocation list of {whose}")
 
 
 def _revoked(config: TlsConfig) -> frozenset[tuple[x509.Name, int]]:
     """Issuer and serial number of each certificate in a revocation list of its CA."""
     now = datetime.now(UTC)
-    authorities = [certificate for path in config.ca_files for certificate in _authorities(path, now)]
-    lists = [each for path in config.crls for each in _crls(path, now)]
+    authorities = [certificate for path in config.ca_files for certificate in _authorities(config.names.ca, path, now)]
+    lists = [each for path in config.crls for each in _crls(config.names.crl, path, now)]
     signed = [each for each in lists if any(_is_signed(each, authority) for authority in authorities)]
     return frozenset((each.issuer, one.serial_number) for each in signed for one in each)
 
 
-def _crls(path: Path, now: datetime) -> list[x509.CertificateRevocationList]:
-    pem = _read("tlsCrl", path, WRITABLE_BY_OWNER)
+def _crls(option: str, path: Path, now: datetime) -> list[x509.CertificateRevocationList]:
+    pem = _read(option, path, WRITABLE_BY_OWNER)
     end = b"-----END X509 CRL-----"
     try:
         lists = [x509.load_pem_x509_crl(part + end) for part in pem.split(end)[:-1]]
     except ValueError as error:
-        raise TlsError(f"tlsCrl: {path} holds no revocation list in PEM form") from error
+        raise TlsError(f"{option}: {path} holds no revocation list in PEM form") from error
     for revoked in lists:
         if revoked.next_update_utc is not None and revoked.next_update_utc < now:
-            raise TlsError(f"tlsCrl: the revocation list in {path} expired on {revoked.next_update_utc:%F}")
+            raise TlsError(f"{option}: the revocation list in {path} expired on {revoked.next_update_utc:%F}")
     return lists
 
 

@@ -14,6 +14,17 @@ class TlsError(UserError):
 
 
 @dataclass(frozen=True, slots=True)
+class TlsNames:
+    """Options that name the files, as errors call them."""
+
+    ca: str = "tlsCaFile"
+    cert: str = "tlsCert"
+    key: str = "tlsPk"
+    password: str = "tlsPkPwd"
+    crl: str = "tlsCrl"
+
+
+@dataclass(frozen=True, slots=True)
 class TlsConfig:
     """Paths of ServeParam (spec table 2-3), resolved against the install folder."""
 
@@ -24,6 +35,7 @@ class TlsConfig:
     keystore_master: Path  # kmcKsfMaster
     keystore_standby: Path  # kmcKsfStandby
     crls: tuple[Path, ...]  # tlsCrl, or tlsCrlPath + each of tlsCrlFiles; none: revocation is not checked
+    names: TlsNames = TlsNames()
 
 
 def default_paths(folder: Path) -> TlsConfig:

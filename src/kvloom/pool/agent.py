@@ -26,7 +26,7 @@ from kvloom.pool.cluster.native.library import prepare as prepare_stream
 from kvloom.pool.cluster.peer_session import PeerSession
 from kvloom.pool.cluster.peers import Peers
 from kvloom.pool.cluster.tls_channel import Complaints, TlsChannel, problem_of
-from kvloom.pool.config import AgentConfig
+from kvloom.pool.config import AgentConfig, read_option
 from kvloom.pool.door import BACKLOG, Door
 from kvloom.pool.node import Node, NodeStats, collect
 from kvloom.pool.session import ClientSession, count_end
@@ -65,7 +65,7 @@ class Agent:
         self.config = config
         self.node = Node(config)
         if config.credentials is not None:
-            self.node.replace_credentials(read_credentials(config.credentials))
+            self.node.replace_credentials(read_option("--credentials", config.credentials, read_credentials))
         self.tls = _open_tls(config.tls) if config.tls is not None else None
         self.peer_port = 0
         self.peers: Peers | None = None

@@ -3,18 +3,22 @@
 import grp
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address
 from pathlib import Path
+from typing import TypeVar
 
 from ems.common.sockets import DOCUMENTED_SOCKET
 from kvloom.contract.numbers import whole
+from kvloom.mistakes import problem_of
 from kvloom.net.listening import is_loopback, is_unspecified
 from kvloom.net.tlsconfig import TlsConfig
 from kvloom.pool.storage.entries import Geometry
 from kvloom.pool.storage.evict import ORDERS
 from kvloom.reading import read_bytes
 
+T = TypeVar("T")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MAX_PEER_CONNECTIONS = 16
 _MIN_STAGING_BYTES = 64 << 20
@@ -241,8 +245,18 @@ class AgentConfig:
 
 
 def read_secret(path: Path) -> bytes:
-    """The cluster secret from a file of at least 32 bytes, surrounding blanks removed. Raises OSError or ValueError."""
-    secret = read_bytes(path).strip()
+    """The cluster secret from a file of at least 32 bytes, surrounding blanks removed. Raises ValueError."""
+    secret = read_option("--secret-file", path, read_bytes).strip()
     if len(secret) < 32:
-        raise ValueError(f"{path}: the cluster secret must have at least 32 bytes")
+        raise ValueError(f"--secret-file: {path}: the cluster secret must have at least 32 bytes")
     return secret
+
+
+def read_option(option: str, path: Path, read: Callable[[Path], T]) -> T:
+    """What `read` reads of the file of an option. Raises ValueError, which names the option."""
+    try:
+        return read(path)
+    except UnicodeDecodeError:
+        raise ValueError(f"{option}: {path} is not text in UTF-8") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{option}: {problem_of(error) or error}") from None

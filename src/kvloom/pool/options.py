@@ -21,6 +21,7 @@ from kvloom.pool.config import (
     parse_group,
     parse_mode,
     parse_size,
+    read_option,
     read_secret,
 )
 from kvloom.pool.storage.evict import ORDERS
@@ -199,7 +200,9 @@ def config_from(given: Mapping[str, Any]) -> AgentConfig:
         "allowed_hosts": checked_hosts(fields.get("allowed_hosts", ())),
         "secret": read_secret(secret_file) if secret_file else b"",
         "peers": tuple(fields.get("peers", ())),
-        "engine_password": read_text(password_file).strip() if password_file else "",
+        "engine_password": read_option("--engine-password-file", password_file, read_text).strip()
+        if password_file
+        else "",
         "tls": tls,
     }
     if not fields["node_id"]:

@@ -309,6 +309,19 @@ def test_a_node_that_is_revoked_while_hands_are_shaken_is_not_let_in(files, is_c
         assert count(a, "peer_writes") == count(b, "peer_writes") == 0
 
 
+@pytest.mark.parametrize("option", ["--tls-ca", "--tls-cert", "--tls-key", "--tls-crl"])
+def test_a_file_that_is_missing_is_told_by_its_option(option, files, tmp_path):
+    good = files.config("a")
+    paths = {"--tls-ca": good.ca_files[0], "--tls-cert": good.cert, "--tls-key": good.key, "--tls-crl": good.crls[0]}
+    (tmp_path / "secret").write_bytes(SECRET)
+    options = [f"--socket={tmp_path / 's'}", f"--secret-file={tmp_path / 'secret'}", "--listen=127.0.0.1:0"]
+    options += [f"{name}={path}" for name, path in (paths | {option: tmp_path / "none"}).items()]
+    answer = CliRunner().invoke(app, ["agent", *options])
+    assert (
+        answer.output == f"kvloom pool agent: {option}: {tmp_path / 'none'} cannot be read: No such file or directory\n"
+    )
+
+
 def test_bad_files_change_nothing_and_are_logged(files, caplog):
     a_files = files.config("a")
     with caplog.at_level(logging.INFO, "kvloom.pool"), two(a_files, files.config("b")) as (a, b):
@@ -326,7 +339,7 @@ def test_sighup_reloads_the_process_and_a_folder_is_enough(tmp_path):
     (tmp_path / "secret").write_bytes(SECRET)
     own = (f"--secret-file={tmp_path / 'secret'}", "--listen=127.0.0.1:0", f"--tls-dir={tmp_path / 'tls'}")
     with (tmp_path / "err").open("wb") as errors, AgentProcess(tmp_path / "a.sock", *own, stderr=errors) as agent:
-        for expected in ("TLS files reloaded", "the ones in use stay: tlsCert"):
+        for expected in ("TLS files reloaded", "the ones in use stay: --tls-dir: "):
             os.kill(agent.process.pid, signal.SIGHUP)
             until(lambda text=expected: text in (tmp_path / "err").read_text())
             (tmp_path / "tls/security/certs/node.pem").write_bytes(b"nothing")
@@ -367,4 +380,4 @@ def test_files_that_are_missing_end_the_start(tmp_path):
     (tmp_path / "secret").write_bytes(SECRET)
     options = [f"--socket={tmp_path / 's'}", f"--secret-file={tmp_path / 'secret'}", "--listen=127.0.0.1:0"]
     answer = CliRunner().invoke(app, ["agent", *options, f"--tls-dir={tmp_path}"])
-    assert (answer.exit_code, "tlsCaFile:" in answer.output) == (1, True)
+    assert (answer.exit_code, "--tls-dir: " in answer.output) == (1, True)

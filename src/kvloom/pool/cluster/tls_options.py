@@ -1,10 +1,14 @@
 """The agent's options for TLS between nodes."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvloom.net.tlsconfig import DEFAULT_MASTER, DEFAULT_STANDBY, TlsConfig, node_paths
+from kvloom.net.tlsconfig import DEFAULT_MASTER, DEFAULT_STANDBY, TlsConfig, TlsNames, node_paths
+
+_OF_FOLDER = TlsNames(*["--tls-dir"] * 5)
+_OF_FILES = TlsNames("--tls-ca", "--tls-cert", "--tls-key", "--tls-dir", "--tls-crl")
 
 
 def tls_from(given: Mapping[str, Any]) -> TlsConfig | None:
@@ -18,7 +22,7 @@ def tls_from(given: Mapping[str, Any]) -> TlsConfig | None:
     if folder is not None:
         if named:
             raise ValueError(f"{next(iter(named))}: --tls-dir names all files; give one of the two")
-        return node_paths(folder)
+        return replace(node_paths(folder), names=_OF_FOLDER)
     if not named:
         return None
     missing = [name for name in ("--tls-ca", "--tls-cert", "--tls-key") if name not in named]
@@ -26,4 +30,4 @@ def tls_from(given: Mapping[str, Any]) -> TlsConfig | None:
         raise ValueError(f"{missing[0]}: needed beside {next(iter(named))}")
     crls = (named["--tls-crl"],) if "--tls-crl" in named else ()
     ca_files, cert, key = tuple(named["--tls-ca"]), named["--tls-cert"], named["--tls-key"]
-    return TlsConfig(ca_files, cert, key, None, DEFAULT_MASTER, DEFAULT_STANDBY, crls)
+    return TlsConfig(ca_files, cert, key, None, DEFAULT_MASTER, DEFAULT_STANDBY, crls, _OF_FILES)

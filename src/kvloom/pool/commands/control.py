@@ -15,7 +15,7 @@ from kvloom.mistakes import problem_of
 from kvloom.net import listening
 from kvloom.net.listening import bracketed
 from kvloom.net.sites import checked_hosts
-from kvloom.pool.config import parse_address, read_secret
+from kvloom.pool.config import parse_address, read_option, read_secret
 from kvloom.pool.control.service import build_app
 from kvloom.pool.control.state import ControlState
 from kvloom.reading import read_text
@@ -35,9 +35,7 @@ def control(
     """Run the control plane. Without a token file a token is made and printed once."""
     try:
         secret = read_secret(secret_file)
-        token = read_text(Path(admin_token_file)).strip() if admin_token_file else secrets.token_hex(32)
-        if not token:
-            raise ValueError(f"admin_token_file: {admin_token_file} is empty")
+        token = _token(Path(admin_token_file)) if admin_token_file else secrets.token_hex(32)
         host, port = parse_address(listen)
         hosts = checked_hosts(allowed_host or ()) | listening.own_names([host])
         with (
@@ -54,6 +52,14 @@ def control(
     except (OSError, ValueError) as error:
         typer.echo(f"kvloom pool control: {problem_of(error) or error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _token(path: Path) -> str:
+    """Raises ValueError."""
+    token = read_option("--admin-token-file", path, read_text).strip()
+    if not token:
+        raise ValueError(f"--admin-token-file: {path} is empty")
+    return token
 
 
 class _ControlServer(uvicorn.Server):

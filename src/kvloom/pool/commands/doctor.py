@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvloom.mistakes import problem_of
+from kvloom.pool.config import read_option
 from kvloom.pool.doctor import check_machine
 from kvloom.reading import read_text
 
@@ -18,9 +18,13 @@ def doctor(
 ) -> None:
     """Check what the pool needs of this machine, and connect as the SDK would. Exit status 1 when it cannot."""
     try:
-        key = read_text(access_key_file).partition("\n")[0].strip() if access_key_file else ""
-    except (OSError, UnicodeDecodeError) as error:
-        typer.echo(f"kvloom pool doctor: {problem_of(error) or error}", err=True)
+        key = (
+            read_option("--access-key-file", access_key_file, read_text).partition("\n")[0].strip()
+            if access_key_file
+            else ""
+        )
+    except ValueError as error:
+        typer.echo(f"kvloom pool doctor: {error}", err=True)
         raise typer.Exit(1) from None
     checks, console = check_machine(path, access_id, key), Console()
     for check in checks:
