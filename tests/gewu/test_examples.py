@@ -57,7 +57,7 @@ def test_without_a_daemon(daemon, tmp_path):
 
 
 def test_a_daemon_that_cannot_start_says_what_to_set(daemon):
-    wrong = {"GEWU_SOCKET": "/proc/x/gewu.sock"}, {"GEWU_MEM_BUDGET": "lots"}
+    wrong = {"GEWU_SOCKET": "/proc/x/gewu.sock"}, {"GEWU_MEM_BUDGET": "lots"}, {"GEWU_MEM_BUDGET": "0"}
     said = []
     for environ in wrong:
         command = [sys.executable, "-m", "kvloom.gewu", "daemon"]
@@ -65,7 +65,18 @@ def test_a_daemon_that_cannot_start_says_what_to_set(daemon):
         said.append((done.returncode, done.stderr))
     why = "cannot listen there (No such file or directory): set GEWU_SOCKET to a path of yours"
     assert said[0] == (1, f"gewu: /proc/x/gewu.sock: {why}\n")
-    assert said[1] == (1, "gewu: GEWU_MEM_BUDGET: must be bytes, or like 512M or 2G, got 'lots'\n")
+    assert said[1] == (1, "gewu: GEWU_MEM_BUDGET: must be bytes, 1 at least, or like 512M or 2G, got 'lots'\n")
+    assert said[2] == (1, "gewu: GEWU_MEM_BUDGET: must be bytes, 1 at least, or like 512M or 2G, got '0'\n")
+
+
+def test_a_socket_whose_path_is_too_long_is_to_be_named_shorter(daemon, tmp_path):
+    path = tmp_path / ("s" * 108)
+    for arguments, code in ((("run", "/tmp", "hi"), " (NOSYS)"), (("status",), "")):
+        command = [sys.executable, "-m", "kvloom.gewu", *arguments]
+        environ = {**daemon.environ, "GEWU_SOCKET": str(path)}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        why = "is longer than the 107 bytes of a socket's path: set GEWU_SOCKET to a shorter one"
+        assert (done.returncode, done.stderr) == (1, f"gewu: {path} {why}{code}\n")
 
 
 def test_what_is_no_model_is_named(daemon, tmp_path):

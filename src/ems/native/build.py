@@ -80,8 +80,7 @@ class Library:
                 command = [compiler, *FLAGS, *extra_flags, f"-I{HERE}", str(unit), "-o", str(built)]
                 done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_S)
                 if done.returncode:
-                    first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-                    raise BuildError(f"{compiler} failed: {first.strip()}")
+                    raise BuildError(f"{compiler} failed: {reason_of_compiler(done.stderr)}")
                 built.replace(path)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise _unwritable(path, error) from None
@@ -91,6 +90,15 @@ class Library:
         for source in sorted({*HERE.glob("*.[hc]pp"), *self.folder.glob("*.[hc]pp")}):
             digest.update(source.read_bytes())
         return digest.hexdigest()[:16]
+
+
+def reason_of_compiler(said: str) -> str:
+    """The line of a compiler's messages that tells why: on a full disk an assembler says much besides."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    for sign in ("No space left", "Disk quota", "error"):
+        if found := next((line for line in lines if sign in line), ""):
+            return found[:500]
+    return lines[-1][:500] if lines else "it says nothing"
 
 
 def compile_once(path: Path, name: str, compile: Callable[[Path], None]) -> None:

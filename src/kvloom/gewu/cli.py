@@ -12,6 +12,7 @@ from kvloom.checkpoints.demo_models import MODELS, find_model
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.gewu.build import LIBRARY
 from kvloom.gewu.codes import Refused
+from kvloom.gewu.reason import silence_of
 from kvloom.gewu.service.daemon import run as run_daemon
 from kvloom.gewu.service.settings import find_service, find_socket, read_settings
 from kvloom.gewu.session import Session
@@ -61,8 +62,7 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     try:
         found = ask_status(path)
     except OSError as error:
-        why = error.strerror or error
-        raise SystemExit(f"gewu: no service answers on {path} ({why}): start it with `kvloom gewu daemon`") from None
+        raise SystemExit(f"gewu: {silence_of(path, error)}") from None
     print(json.dumps(found) if as_json else _format_status(found))
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from kvloom.gewu.codes import Code, Refused
 from kvloom.gewu.modelfiles import open_files
@@ -10,22 +11,32 @@ from kvloom.gewu.service.settings import find_service
 from kvloom.gewu.status import ask_status
 from kvloom.mistakes import reason_of
 
+_MAX_PATH_BYTES = 107  # sun_path, without its end
+
 
 def why_refused(code: Code, model: str, environ: Mapping[str, str] = os.environ) -> str:
     """One sentence: what is wrong and, where that helps, what to do."""
     if code is Code.NOSYS and (silence := _silence(environ)):
-        return f"no service answers on {find_service(environ)} ({silence}): start it with `kvloom gewu daemon`"
+        return silence
     if code is Code.NOMEM:
         return f"there is no memory for {model}: `kvloom gewu status` shows the budget and who holds it"
     return _wrong_with(model) or f"the session on {model} was refused; GEWU_LOG=1 says why"
 
 
 def _silence(environ: Mapping[str, str]) -> str | None:
+    path = find_service(environ)
     try:
-        ask_status(find_service(environ))
+        ask_status(path)
     except OSError as error:
-        return reason_of(error)
+        return silence_of(path, error)
     return None
+
+
+def silence_of(path: Path, error: OSError) -> str:
+    """Why no service answers, in one sentence with what to do. `error`: of ask_status."""
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        return f"{path} is longer than the {_MAX_PATH_BYTES} bytes of a socket's path: set GEWU_SOCKET to a shorter one"
+    return f"no service answers on {path} ({reason_of(error)}): start it with `kvloom gewu daemon`"
 
 
 def _wrong_with(model: str) -> str | None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ems.common.folders import cache_folder
-from ems.native.build import compile_once
+from ems.native.build import compile_once, reason_of_compiler
 
 
 class BuildError(Exception):
-    """The compiler is missing or failed; the message contains its output."""
+    """The compiler is missing or failed; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,8 @@ class NativeLibrary:
                 what = f"there is no {self.compiler.language} compiler {compiler!r}"
                 raise BuildError(f"{what}; install one or set {self.compiler.variable}") from None
             except subprocess.CalledProcessError as error:
-                raise BuildError(f"compiling {self.soname} failed:\n{error.stderr}") from None
+                why = reason_of_compiler(error.stderr)
+                raise BuildError(f"compiling {self.soname} with {compiler} failed: {why}") from None
             built.rename(path)
 
     def _units(self, folder: Path) -> list[Path]:

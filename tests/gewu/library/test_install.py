@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.gewu.build import INCLUDE, LIBRARY, SONAME
-from kvloom.native.build import NativeLibrary
+from kvloom.native.build import BuildError, NativeLibrary
 from kvloom.native.install import Development
 from tests.support.compiling import cache_with, runs_for_two
 from tests.support.gewu.daemons import DaemonProcess, run_program
@@ -123,3 +123,13 @@ def test_a_user_without_a_home_is_told_which_variable_names_the_data(monkeypatch
     lose_home(monkeypatch)
     with pytest.raises(OSError, match=r"this user has no home folder: set HOME or XDG_DATA_HOME: '~/\.local/share'"):
         Development(LIBRARY, "qos", "").data_prefix(os.environ)
+
+
+def test_of_much_that_a_compiler_says_the_reason_is_said_in_a_line(tmp_path, monkeypatch):
+    compiler = tmp_path / "full-disk"
+    compiler.write_text("#!/bin/sh\necho 'In file included' >&2\necho 'fatal: No space left on device' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(BuildError) as caught:
+        LIBRARY.compile(tmp_path / "lib" / SONAME)
+    assert str(caught.value) == f"compiling {SONAME} with {compiler} failed: fatal: No space left on device"

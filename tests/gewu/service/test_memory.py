@@ -126,7 +126,7 @@ def test_sizes(text, count):
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "many", "1X", "G", "inf", "1e400", "-1", "-2G", "nan"])
+@pytest.mark.parametrize("text", ["", "many", "1X", "G", "inf", "1e400", "-1", "-2G", "nan", "0", "0G", "0.5"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ValueError, match="must be bytes, or like 512M or 2G, got"):
+    with pytest.raises(ValueError, match="must be bytes, 1 at least, or like 512M or 2G, got"):
         parse_bytes(text)

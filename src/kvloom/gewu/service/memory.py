@@ -128,6 +128,6 @@ def parse_bytes(text: str) -> int:
         size = int(float(number.removesuffix(unit)) * _UNITS[unit])
     except (ValueError, OverflowError):
         size = -1
-    if size < 0:
-        raise ValueError(f"must be bytes, or like 512M or 2G, got {text!r}")
+    if size < 1:
+        raise ValueError(f"must be bytes, 1 at least, or like 512M or 2G, got {text!r}")
     return size

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ems.common.folders import cache_folder
-from ems.native.build import compile_once
+from ems.native.build import compile_once, reason_of_compiler
 from kvloom.contract.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -138,16 +138,7 @@ def compile_library(isa: str, target: Path) -> None:
 def _run_compiler(words: Sequence[str | Path]) -> None:
     result = subprocess.run(words, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise ModelError(f"the CPU kernels do not compile with {words[0]}: {_reason(result.stderr)}")
-
-
-def _reason(said: str) -> str:
-    """The line of a compiler's messages that tells why: on a full disk an assembler says much besides."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    for sign in ("No space left", "Disk quota", "error"):
-        if found := next((line for line in lines if sign in line), ""):
-            return found[:500]
-    return lines[-1][:500] if lines else "it says nothing"
+        raise ModelError(f"the CPU kernels do not compile with {words[0]}: {reason_of_compiler(result.stderr)}")
 
 
 def find_compiler() -> str | None:
