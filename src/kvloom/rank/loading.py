@@ -43,7 +43,7 @@ def open_runner(
     max_seq_len = min(checkpoint.spec.max_seq_len, config.max_seq_len or checkpoint.spec.max_seq_len)
     spec = checkpoint.spec.served(max_seq_len)
     checkpoint = replace(checkpoint, spec=spec)
-    with explain_oom():
+    with explain_oom(config.model):
         opened = _open_kernels(config, checkpoint, max_seq_len, progress) if _kernels_fit(config) else None
         if opened is None:
             opened = _open_reference(config, checkpoint, max_seq_len, progress, (rank, rendezvous))

@@ -14,16 +14,20 @@ _NO_MEMORY = re.compile("not enough memory|out of memory|Cannot allocate memory"
 
 
 @contextlib.contextmanager
-def explain_oom() -> Iterator[None]:
-    """Explains an allocation that failed although sizes were planned: another program took the memory meanwhile."""
+def explain_oom(model: str) -> Iterator[None]:
+    """Names the model for which there is no memory. Explains an allocation that failed although sizes were planned:
+    another program took the memory meanwhile.
+    """
     try:
         yield
+    except OutOfMemory as error:
+        raise OutOfMemory(f"{model}: {error}") from None
     except (MemoryError, OSError, RuntimeError) as error:
         is_memory = isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))
         if not is_memory:
             raise
         raise OutOfMemory(
-            "out of memory: the weights and the KV cache do not fit; lower kv_cache_bytes (npuMemSize), or "
+            f"{model}: out of memory: the weights and the KV cache do not fit; lower kv_cache_bytes (npuMemSize), or "
             f"host_cache_bytes (cpuMemSize) where it is given ({error})"
         ) from error
 

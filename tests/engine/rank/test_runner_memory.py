@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvloom.contract.config import EngineConfig
-from kvloom.contract.errors import ModelError
+from kvloom.contract.errors import ModelError, OutOfMemory
 from kvloom.contract.messages import Batch
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
@@ -70,7 +70,9 @@ def test_a_block_size_that_the_kernels_do_not_have_is_refused(folder):
 
 
 def test_what_does_not_fit_in_this_machine_is_refused_before_it_is_taken(folder):
-    with pytest.raises(ModelError, match=r"lower kv_cache_bytes \(npuMemSize\) to at most"):
+    with pytest.raises(
+        OutOfMemory, match=rf"^{folder}: out of memory: .* lower kv_cache_bytes \(npuMemSize\) to at most"
+    ):
         open_small(folder, "cpu", kv_cache_bytes=2**50)
     with pytest.raises(ModelError, match=r"lower host_cache_bytes \(cpuMemSize\) to at most"):
         open_small(folder, "reference", host_cache_bytes=2**50)
@@ -85,7 +87,7 @@ def test_memory_that_goes_away_meanwhile_is_one_sentence_too(folder, monkeypatch
         raise error
 
     monkeypatch.setattr(ReferenceBackend, "__init__", fail)
-    with pytest.raises(ModelError, match=r"out of memory: .* lower kv_cache_bytes \(npuMemSize\)"):
+    with pytest.raises(ModelError, match=rf"^{folder}: out of memory: .* lower kv_cache_bytes \(npuMemSize\)"):
         open_small(folder, "reference")
 
 
