@@ -106,6 +106,17 @@ def test_an_agent_ends_on_sigterm_and_removes_its_socket(tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.parametrize("given", [os.devnull, __file__], ids=["null", "file"])
+@pytest.mark.usefixtures("really_started")
+def test_an_agent_that_ends_with_its_input_takes_a_file_for_it(tmp_path, given):
+    command = [sys.executable, "-m", "kvloom", "pool", "agent", f"--socket={tmp_path / 'a.sock'}", "--pool=16M"]
+    with Path(given).open() as source:
+        done = subprocess.run(
+            [*command, "--no-prefault", "--ends-with-stdin"], stdin=source, stderr=subprocess.PIPE, timeout=WAIT_S
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize(("text", "size"), [("512", 512), ("64K", 65536), ("2g", 2 << 30)])
 def test_sizes(text, size):
     assert parse_size(text) == size

@@ -277,7 +277,7 @@ def serve(config: AgentConfig) -> None:
     if agent.tls is not None:
         signal.signal(signal.SIGHUP, lambda *_: os.write(stop_write, _RELOAD))
     print(f"kvloom pool agent: serving {agent.config.socket}", flush=True)
-    with selectors.DefaultSelector() as selector:
+    with selectors.PollSelector() as selector:  # epoll refuses a file or /dev/null as standard input
         selector.register(stop_read, selectors.EVENT_READ)
         if agent.config.ends_with_stdin:
             selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
