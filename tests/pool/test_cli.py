@@ -203,7 +203,10 @@ CONTROLLED = {"control_url": "http://127.0.0.1:8081", "secret": SECRET, "has_pla
         ({"is_open": False, "secret": SECRET, "is_direct": True}, "^--direct: "),
         ({"node_id": "a/b"}, "^--node-id: .* got 'a/b'"),
         ({"peers": (Address("b", "c", 1), Address("b", "d", 1)), "secret": SECRET}, "^--peer: b is there twice"),
-        ({"control_url": "10.0.0.1:8081", "secret": SECRET}, "^--control: an address as http://"),
+        *(
+            ({"control_url": url, "secret": SECRET}, "^--control: an address as http://")
+            for url in ("10.0.0.1:8081", "http://:1", "http://[::1", "http://[::1]:x", "http://a b", "http://a:65536")
+        ),
         ({"advertise": "10.0.0.1:9300"}, "^--advertise: .* give --control too"),
         ({**CONTROLLED, "advertise": "nowhere"}, "^--advertise: an address is host:port, got 'nowhere'"),
         ({**CONTROLLED, "advertise": "0.0.0.0:9300"}, "^--advertise: other nodes cannot call 0.0.0.0:9300"),

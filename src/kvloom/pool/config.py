@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ipaddress import IPv6Address
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from ems.common.sockets import DOCUMENTED_SOCKET
 from kvloom.contract.numbers import whole
@@ -58,22 +59,34 @@ def parse_group(text: str) -> int:
         raise ValueError(f"this machine has no group {text!r}") from None
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of "host:port". Raises ValueError."""
-    written, _, port = text.rpartition(":")
-    number = whole(port, 65535)
-    host = written[1:-1] if written[:1] == "[" and written[-1:] == "]" else written
-    if number is None or (not re.fullmatch(r"[^][/\s:]+", host) and not _is_ipv6(host)):
-        raise ValueError(f"an address is host:port, got {text!r}")
-    return host, number
-
-
-def _is_ipv6(text: str) -> bool:
+def is_host(text: str) -> bool:
+    """Whether it is an IPv6 address, or has only characters that a name or an IPv4 address may have."""
+    if re.fullmatch(r"[^][/\s:]+", text):
+        return True
     try:
         IPv6Address(text)
     except ValueError:
         return False
     return True
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of "host:port". Raises ValueError."""
+    written, _, port = text.rpartition(":")
+    number = whole(port, 65535)
+    host = written[1:-1] if written[:1] == "[" and written[-1:] == "]" else written
+    if number is None or not is_host(host):
+        raise ValueError(f"an address is host:port, got {text!r}")
+    return host, number
+
+
+def _is_site(url: str) -> bool:
+    """Whether it is http or https with a host, and a port from 1 to 65535 if any."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and is_host(parts.hostname or "") and parts.port != 0
+    except ValueError:  # unbalanced brackets, or a port that is no number
+        return False
 
 
 def check_advertised(address: str) -> None:
@@ -211,7 +224,7 @@ class AgentConfig:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"--peer: {twice} is there twice; every node has an id of its own")
-        if self.control_url and not re.match("https?://[^/]", self.control_url):
+        if self.control_url and not _is_site(self.control_url):
             raise ValueError(f"--control: an address as http://127.0.0.1:8081, got {self.control_url!r}")
         if self.advertise and not self.control_url:
             raise ValueError("--advertise: what the control plane tells other nodes; give --control too")
