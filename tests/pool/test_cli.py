@@ -61,6 +61,11 @@ def test_status_says_where_no_socket_is(monkeypatch):
     assert (answer.exit_code, answer.output) == (1, "agent: there is no socket of one; see --socket\n")
 
 
+def test_status_says_that_an_address_is_none(monkeypatch):
+    monkeypatch.setattr(status, "find_socket", lambda: None)
+    assert "an address is host:port, got '::1'" in run("status", "--http=::1").output
+
+
 @pytest.fixture
 def _small_rings(monkeypatch):
     """These tests do not check the figures, so memory need not exceed the processor's caches."""

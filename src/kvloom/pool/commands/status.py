@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ems.common.sockets import find_socket
+from kvloom.pool.config import parse_address
 from kvloom.pool.control.link import one_line
 from kvloom.pool.doctor import is_answered
 
@@ -27,6 +28,7 @@ def status(
     body: dict[str, Any] = {"serving": is_serving, "socket": None if found is None else str(found)}
     if http:
         try:
+            parse_address(http)
             body["stats"] = httpx.get(f"http://{http}/stats", timeout=_PROBE_S).raise_for_status().json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             body["stats_error"] = f"{http} gives none: {one_line(error)}"
