@@ -93,9 +93,10 @@ def test_bench_gathers_fragments():
     assert (row["fragments"], row["save_ratio"] > 0, row["direct_save_ratio"] > 0) == (8, True, True)
 
 
-def test_bench_as_a_user_runs_it():
-    answer = run("bench", "--rounds=0")
-    assert (answer.exit_code, "'--rounds'" in answer.output) == (2, True)
+@pytest.mark.parametrize("argument", ["--rounds=0", "--rounds=9999999", "--clients=257", "--size=1", "--size=17M"])
+def test_bench_as_a_user_runs_it(argument):
+    answer = run("bench", argument)
+    assert (answer.exit_code, f"'{argument.partition('=')[0]}'" in answer.output) == (2, True)
 
 
 @pytest.mark.usefixtures("really_started")

@@ -12,6 +12,8 @@ from kvloom.pool.bench.measure import FRAGMENTED, NUM_KEYS, SIZES, Case, measure
 from kvloom.pool.config import parse_size
 from kvloom.pool.options import read_by
 
+_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 10, 16 << 20  # as many slices as fit into the ring; the agent's slab
+_MAX_CLIENTS = 256  # the agent's --max-sessions
 _UNITS = {"_us": "us", "_ratio": "x memcpy", "_share": "of a load", "_to_": "times"}
 
 
@@ -42,13 +44,23 @@ def _print(body: dict[str, Any]) -> None:
         console.print(" ".join(f"{name}={value}" for name, value in body["clients"].items()))
 
 
+def _parse_block(text: str) -> int:
+    """Bytes of a block that can be measured. Raises ValueError."""
+    size = parse_size(text)
+    if not _MIN_BLOCK_BYTES <= size <= _MAX_BLOCK_BYTES:
+        raise ValueError(f"a block has from 1K to 16M bytes, got {text!r}")
+    return size
+
+
 def bench(
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds a size.")] = 15,
+    rounds: Annotated[int, typer.Option(min=1, max=1_000_000, help="Timed rounds a size.")] = 15,
     size: Annotated[
         list[int] | None,
-        typer.Option(parser=read_by(parse_size), metavar="SIZE", help="Block size, as 64K; repeatable."),
+        typer.Option(parser=read_by(_parse_block), metavar="SIZE", help="Block size, as 64K; repeatable."),
     ] = None,
-    clients: Annotated[int, typer.Option(min=0, help="Processes at once in the last part; 0 leaves it out.")] = 4,
+    clients: Annotated[
+        int, typer.Option(min=0, max=_MAX_CLIENTS, help="Processes at once in the last part; 0 leaves it out.")
+    ] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Only the JSON line.")] = False,
 ) -> None:
     """Measure save and load on this machine against memcpy and other stores."""
