@@ -229,3 +229,21 @@ def test_points_lie_where_their_values_are():
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
     assert y0 - y1 == pytest.approx(y1 - y2, abs=0.2)
     assert y2 < y0
+
+
+def test_an_ipv6_address_is_in_brackets_in_the_host_header():
+    async def asked() -> str:
+        heads = []
+
+        async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(refuse, "::1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(BenchError, match="answered 400"):
+                await complete(Target(f"http://[::1]:{port}", "m"), [1], 1)
+        return heads[0].replace(str(port), "PORT")
+
+    assert "\r\nHost: [::1]:PORT\r\n" in asyncio.run(asked())

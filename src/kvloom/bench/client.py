@@ -12,6 +12,7 @@ import httptools
 import msgspec
 
 from kvloom.contract.errors import UserError
+from kvloom.net.listening import bracketed
 
 
 class BenchError(UserError):
@@ -135,7 +136,7 @@ async def complete(target: Target, prompt: Sequence[int] | str, num_tokens: int)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise BenchError(f"url: {target.url!r} is no http:// or https:// address")
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    request = _request(target, parts.path.rstrip("/"), f"{parts.hostname}:{port}", prompt, num_tokens)
+    request = _request(target, parts.path.rstrip("/"), f"{bracketed(parts.hostname)}:{port}", prompt, num_tokens)
     answer = Answer(time.perf_counter())
     try:
         transport, stream = await asyncio.get_running_loop().create_connection(
