@@ -57,6 +57,7 @@ LAYER_NAMES = {
     "down_experts_scales": "mlp.experts.down_proj_scales",
 }
 _BYTES = ("_blocks", "_scales")  # tensors of MXFP4
+_INDEX = "model.safetensors.index.json"
 _NO_NAMES: Mapping[str, str] = {}
 
 
@@ -94,6 +95,8 @@ class SafetensorsSource:
         for path in _weight_files(folder):
             file = MappedFile(path)
             for key, entry in _entries(path, file).items():
+                if key in self._tensors and not (folder / _INDEX).exists():  # nobody says which of them is meant
+                    raise ModelError(f"{path}: tensor {key} is in {self._tensors[key][0].name} too")
                 self._tensors[key] = path, file, entry
         bare = file_name("embed", names).removeprefix(_PREFIX)
         self._prefix = next((prefix for prefix in _PREFIXES if prefix + bare in self._tensors), _PREFIX)
@@ -190,7 +193,7 @@ def stop_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+    index = folder / _INDEX
     if index.exists():
         weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
