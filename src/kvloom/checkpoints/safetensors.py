@@ -200,7 +200,8 @@ def _weight_files(folder: Path) -> list[Path]:
             raise ModelError(f"{index}: weight_map must map tensor names to files")
         files = sorted({folder / Path(f).name for f in weight_map.values()})
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        whole = folder / "model.safetensors"  # read alone, as transformers does: others are variants of it
+        files = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
     if not files and (any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))):
         raise ModelError(f"{folder}: holds only pickle weights (.bin), which are never opened; convert to safetensors")
     if not files:

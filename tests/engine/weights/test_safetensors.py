@@ -101,10 +101,18 @@ def test_a_file_cut_short_is_named(folder):
 
 def test_without_an_index_a_tensor_is_in_one_file(folder):
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    for path in list(folder.glob("*.safetensors")):
+        path.rename(path.with_name(f"part-{path.name}"))
     first = min(folder.glob("*.safetensors"))
     (folder / "zz.safetensors").write_bytes(first.read_bytes())
     with pytest.raises(ModelError, match=rf"zz\.safetensors: tensor \S+ is in {first.name} too"):
         open_checkpoint(folder)
+
+
+def test_variants_beside_model_safetensors_are_not_read(tmp_path):
+    folder = save(tiny_model("llama"), tmp_path, max_shard_size="1GB")
+    (folder / "model.fp16.safetensors").write_bytes(b"damaged")
+    open_checkpoint(folder)
 
 
 def test_a_tensor_of_integers_is_refused(tmp_path):
