@@ -37,7 +37,7 @@ demo: install
 # More workers than cores, because many tests wait for processes. PYTHONDONTWRITEBYTECODE is cleared, so that these find
 # their modules compiled. CI always runs the tests in the same order; elsewhere it is random.
 test: setup
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 5 $(if $(CI),--randomly-seed=1)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 6 $(if $(CI),--randomly-seed=1)
 
 # For clients that need other versions than the tests: an environment over the project's, its own packages first.
 compat: setup
