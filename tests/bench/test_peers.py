@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import statistics
+from pathlib import Path
 
 import pytest
 from benches.server import peers
@@ -75,3 +76,21 @@ def test_the_listener_of_a_port_is_found():
         port = listener.getsockname()[1]
         assert process.listener_pid(port) == os.getpid()
     assert process.listener_pid(port) is None
+
+
+def test_a_server_that_closes_a_connection_meanwhile_is_found(monkeypatch):
+    """Its descriptors are listed first and then looked at one by one."""
+    readlink, gone = os.readlink, []
+
+    def closing(path: Path) -> str:
+        if str(path).startswith(f"/proc/{os.getpid()}/fd/") and not gone:
+            gone.append(path)
+            raise FileNotFoundError(path)
+        return readlink(path)
+
+    monkeypatch.setattr(os, "readlink", closing)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        assert process.listener_pid(server.getsockname()[1]) == os.getpid()
+    assert gone

@@ -134,11 +134,20 @@ def listener_pid(port: int) -> int | None:
                 inodes.add(f"socket:[{inode}]")
     for folder in Path("/proc").glob("[0-9]*/fd"):
         try:
-            if any(os.readlink(file) in inodes for file in folder.iterdir()):
-                return int(folder.parent.name)
-        except OSError:
+            files = list(folder.iterdir())
+        except OSError:  # the process has ended, or is another user's
             continue
+        if any(_target(file) in inodes for file in files):
+            return int(folder.parent.name)
     return None
+
+
+def _target(link: Path) -> str:
+    """What a symbolic link names; "" when it is gone, as that of a descriptor that was closed meanwhile."""
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
 
 
 def _status(path: Path) -> dict[str, str]:
