@@ -146,9 +146,11 @@ class PeerLink:
                 size += following.entry.length
                 following = None
             self._push(batch)
+            for _ in batch:
+                self._pushes.task_done()
             push = following or (None if self._is_closed else self._pushes.get())
         if push is not None:
-            _give_up(push)
+            self._give_up(push)
         self._drain()
 
     def _drain(self) -> None:
@@ -157,7 +159,12 @@ class PeerLink:
             while True:
                 push = self._pushes.get_nowait()
                 if push is not None:
-                    _give_up(push)
+                    self._give_up(push)
+
+    def _give_up(self, push: _Push) -> None:
+        push.pool.counts.add("push_failed")
+        push.pool.unpin([push.entry])
+        self._pushes.task_done()
 
     def _push(self, batch: list[_Push]) -> None:
         """Send blocks of one tenant to their home, and end their pins. The home may have evicted known blocks, so it is
@@ -185,8 +192,3 @@ class PeerLink:
             self._pushes.put_nowait(None)
         for line in (*self._loads, self._saves):
             line.close()
-
-
-def _give_up(push: _Push) -> None:
-    push.pool.counts.add("push_failed")
-    push.pool.unpin([push.entry])
