@@ -12,7 +12,7 @@ from ems.wire import messages as m
 from kvloom.pool.agent import Agent
 from kvloom.pool.cluster.placement import home
 from kvloom.pool.config import Address, TenantLimits
-from tests.support.pool.agents import BLOCK_SIZE, SECRET, blocks_of, running_agent, session, slots_of
+from tests.support.pool.agents import BLOCK_SIZE, SECRET, blocks_of, has_pushed, running_agent, session, slots_of
 from tests.support.waiting import soon, until
 
 BLOCK_BYTES = 8 << 10
@@ -47,9 +47,8 @@ class Engine:
         return self.agent.node.pool("default")
 
 
-def is_quiet(engines: list[Engine]) -> bool:
-    """Whether every block that was to be pushed to its home was pushed or given up."""
-    return not any(link._pushes.unfinished_tasks for e in engines for link in e.agent.peers._links.values())
+def have_pushed(engines: list[Engine]) -> bool:
+    return has_pushed(*(engine.agent for engine in engines))
 
 
 @pytest.fixture
@@ -117,7 +116,7 @@ def test_a_batch_larger_than_the_nodes_pool_is_saved_where_its_homes_have_room(e
     writer.agent.node.set_limits(TenantLimits("default", 0, NUM_BLOCKS // 2 * BLOCK_BYTES))
     result = writer.save(list(range(NUM_BLOCKS)))
     assert (result.success, result.local) == (NUM_BLOCKS, 0)
-    until(lambda: is_quiet(engines))
+    until(lambda: have_pushed(engines))
     assert reader.load(list(range(NUM_BLOCKS))) == NUM_BLOCKS
     assert writer.pool.usage()["used_bytes"] <= NUM_BLOCKS // 2 * BLOCK_BYTES
     assert [name for name in writer.pool.counts if name.startswith("refused_")] == [], "what waited was not refused"
@@ -127,7 +126,7 @@ def test_a_batch_larger_than_the_nodes_pool_is_saved_where_its_homes_have_room(e
 def test_batch_loads_find_what_is_there_while_others_push_copies_out(engines):
     hashes = list(range(600))
     assert engines[0].save(hashes).local == 0
-    until(lambda: is_quiet(engines))
+    until(lambda: have_pushed(engines))
     wrong: list[int] = []
 
     def read(engine: Engine, seed: int) -> None:
@@ -153,12 +152,12 @@ def test_what_cannot_go_home_in_time_is_reported(engines, monkeypatch):
     stopped.set()
     assert result.success > 500
     assert result.local > 0
-    until(lambda: is_quiet(engines))
+    until(lambda: have_pushed(engines))
     found = sum(engines[1].load([block_hash]) for block_hash in hashes[: result.success])
     assert found >= result.success - result.local
     again = engines[0].save(hashes[: result.success])
     assert (again.success, again.local) == (result.success, 0), "saved again, they go home"
-    until(lambda: is_quiet(engines))
+    until(lambda: have_pushed(engines))
     until(lambda: engines[1].cc.exists(hashes[: result.success], LONG) == result.success)
 
 
@@ -177,7 +176,7 @@ def test_what_its_home_has_lost_is_sent_again_when_it_is_saved_again(engines):
 def test_what_its_home_has_is_not_sent_again(engines):
     hashes = list(range(200))
     engines[0].save(hashes)
-    until(lambda: is_quiet(engines) and engines[1].cc.exists(hashes, LONG) == 200)
+    until(lambda: have_pushed(engines) and engines[1].cc.exists(hashes, LONG) == 200)
     sent = engines[0].pool.counts["push_done"]
     assert sent > 0
     assert engines[0].save([*hashes, 1000, 1001, 1002, 1003, 1004, 1005]).local == 0
@@ -214,7 +213,7 @@ def test_blocks_that_their_home_does_not_take_are_local(engines, caplog):
 def test_a_push_under_way_does_not_hold_up_a_load(engines, monkeypatch):
     hashes = list(range(40))
     engines[1].save(hashes)
-    until(lambda: is_quiet(engines))
+    until(lambda: have_pushed(engines))
     stopped = threading.Event()
     hold_up_pushes(engines[0], stopped, monkeypatch)
     saved, found = engines[0].save(list(range(1000, 1010))).success, engines[0].load(hashes)

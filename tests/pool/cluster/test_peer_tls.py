@@ -17,7 +17,7 @@ from kvloom.net.tlsconfig import TlsError
 from kvloom.pool.cli import app
 from kvloom.pool.cluster.tls_channel import TlsChannel
 from kvloom.pool.config import Address, AgentConfig
-from tests.support.pool.agents import SECRET, config_of, running_agent, session
+from tests.support.pool.agents import SECRET, config_of, has_pushed, running_agent, session
 from tests.support.pool.faults import BLOCK_BYTES, AgentProcess, Oracle
 from tests.support.pool.node_tls import NodeFiles
 from tests.support.waiting import WAIT_S, soon, until
@@ -60,12 +60,6 @@ def load_at(agent, hashes=HASHES, **option):
     oracle = Oracle()
     with session(agent.config.socket, oracle.kv) as cc:
         return oracle.load(cc, hashes, **option)
-
-
-def is_settled(agent):
-    """Whether every block that it saved for other homes was pushed or given up, if it has loaded none itself."""
-    num_pushed = sum(count(agent, f"push_{end}") for end in ("done", "failed", "dropped"))
-    return num_pushed == agent.node.pool("default").usage()["rcache_bytes"] // BLOCK_BYTES
 
 
 def hang_up(link):
@@ -114,6 +108,7 @@ def test_only_nodes_of_the_ca_exchange_blocks(files, who, caplog):
     with caplog.at_level(logging.WARNING, "kvloom.pool"), two(good, others[who]) as (a, b):
         save_at(a)
         save_at(b, [h + 100 for h in HASHES])
+        until(lambda: has_pushed(a, b))
         loaded = load_at(b, timeout=LONG_MS), load_at(a, [h + 100 for h in HASHES], timeout=LONG_MS)
         if who == "good":
             assert loaded == (len(HASHES), len(HASHES))
@@ -205,7 +200,7 @@ def test_a_silent_caller_is_let_go_and_others_are_served(files):
         socket.create_connection(("127.0.0.1", a.peer_port), timeout=WAIT_S) as silent,
     ):
         save_at(a)
-        until(lambda: is_settled(a))
+        until(lambda: has_pushed(a))
         assert load_at(b) == len(HASHES)
         assert silent.recv(1) == b""
 
@@ -226,7 +221,7 @@ def test_a_reload_while_blocks_travel_costs_none_and_counts_for_new_connections(
             for start in range(0, 300, 50):
                 hashes = [h + start for h in HASHES]
                 save_at(a, hashes)
-                until(lambda: is_settled(a))
+                until(lambda: has_pushed(a))
                 assert load_at(b, hashes) == len(HASHES)
                 hang_up(a.peers._links["b"])
         finally:
@@ -328,7 +323,7 @@ def test_bad_files_change_nothing_and_are_logged(files, caplog):
         a_files.cert.write_bytes(b"nothing")
         a.reload_tls()
         save_at(a)
-        until(lambda: is_settled(a))
+        until(lambda: has_pushed(a))
         assert load_at(b) == len(HASHES)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "tlsCert" in caplog.text

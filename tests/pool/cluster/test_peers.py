@@ -15,6 +15,7 @@ from tests.support.pool.agents import (
     SECRET,
     blocks_of,
     copy_of,
+    has_pushed,
     new_kv,
     running_agent,
     session,
@@ -45,18 +46,11 @@ def cluster():
         yield agents
 
 
-def pushed(agent) -> int:
-    counts = agent.node.pool("default").counts
-    return counts["push_done"] + counts["push_failed"] + counts["push_dropped"]
-
-
 def save_all(agent, cc, hashes, **option):
-    before = pushed(agent), agent.node.pool("default").usage()["rcache_bytes"] // 4096
     assert cc.save(slots_of(*range(len(hashes))), hashes, [4] * len(hashes), CcKvOption(**option)).success == len(
         hashes
     )
-    new = agent.node.pool("default").usage()["rcache_bytes"] // 4096 - before[1]
-    until(lambda: pushed(agent) >= before[0] + new)
+    until(lambda: has_pushed(agent))
 
 
 def test_what_one_node_saves_the_others_load(cluster):

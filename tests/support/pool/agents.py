@@ -116,3 +116,8 @@ def two_agents(**changes: Any) -> Iterator[tuple[Agent, Agent]]:
         a.peers.set_members([Address("b", "127.0.0.1", b.peer_port)])
         b.peers.set_members([Address("a", "127.0.0.1", a.peer_port)])
         yield a, b
+
+
+def has_pushed(*agents: Agent) -> bool:
+    """Whether every block that the agents were to push to its home has arrived there or was given up."""
+    return not any(link._pushes.unfinished_tasks for agent in agents for link in agent.peers._links.values())
