@@ -76,11 +76,9 @@ class FrameResponse(StreamingResponse):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def make_app(
-    health: Health, dialects: Sequence[Dialect], settings: AppSettings, parsing: Parsing | None = None
-) -> ASGIApp:
+def make_app(health: Health, dialects: Sequence[Dialect], settings: AppSettings, parsing: Parsing) -> ASGIApp:
     """The app. `parsing` is closed with it."""
-    parsing, looking = parsing or Parsing(health.models), Looking(settings.image_hosts)
+    looking = Looking(settings.image_hosts)
 
     @asynccontextmanager
     async def lifespan(app: ASGIApp) -> AsyncIterator[None]:

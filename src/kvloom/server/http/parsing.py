@@ -180,8 +180,8 @@ class _Process:
     May be called from any thread except the loop's: its start takes a second, and other threads wait for it.
     """
 
-    def __init__(self, models: Models) -> None:
-        self._models = models
+    def __init__(self, program: Sequence[str], models: Models) -> None:
+        self._program, self._models = program, models
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -218,7 +218,7 @@ class _Process:
         if self._control is not None:
             return self._control
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "kvloom.server.run.parse_process", str(theirs.fileno())]
+        command = [*self._program, str(theirs.fileno())]
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
         with theirs, signals_held_at_start():
             self._process = subprocess.Popen(
@@ -245,12 +245,14 @@ class _Process:
 
 
 class Parsing:
-    """Parses bodies for one app: `num_workers` at once, others wait in order."""
+    """Parses bodies for one app: `num_workers` at once, others wait in order. `program` is the command of the process
+    that forks workers.
+    """
 
-    def __init__(self, models: Models, num_workers: int | None = None) -> None:
+    def __init__(self, program: Sequence[str], models: Models, num_workers: int | None = None) -> None:
         self._models = models
         self.num_workers = num_workers or max(1, min(4, (os.cpu_count() or 1) // 2))
-        self._process = _Process(models)
+        self._process = _Process(program, models)
         self._turn = asyncio.Semaphore(self.num_workers)
         self.idle: list[_Worker] = []
         self._threads = ThreadPoolExecutor(self.num_workers + 1, "parsing")
