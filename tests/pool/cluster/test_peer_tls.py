@@ -18,7 +18,7 @@ from kvloom.pool.cli import app
 from kvloom.pool.cluster.tls_channel import TlsChannel
 from kvloom.pool.config import Address, AgentConfig
 from tests.support.pool.agents import SECRET, config_of, has_pushed, running_agent, session
-from tests.support.pool.faults import BLOCK_BYTES, AgentProcess, Oracle
+from tests.support.pool.faults import AgentProcess, Oracle
 from tests.support.pool.node_tls import NodeFiles
 from tests.support.waiting import WAIT_S, soon, until
 
