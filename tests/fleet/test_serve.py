@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fleet.conftest import START_S, fleet_run
 from tests.fleet.fleets import with_missing_adapter
 from tests.fleet.mixed import Kill, answers, mixed, truth
+from tests.support.processes import facts_of
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
@@ -48,22 +49,22 @@ def test_bad_requests_are_refused_as_by_one_server(fleet, path, body, status):
 
 def test_everything_listens_on_loopback(fleet):
     """Except the port of each of Serve's replicas, which Ray opens on all addresses and guards with its token."""
-    processes = [psutil.Process(fleet.process.pid), *psutil.Process(fleet.process.pid).children(recursive=True)]
+    processes = facts_of(fleet.process.pid, "name", "net_connections", "environ")
     listened = {
         c.laddr.ip
         for process in processes
-        if not process.name().startswith("ray::ServeRepl")
-        for c in process.net_connections("inet")
+        if not process["name"].startswith("ray::ServeRepl")
+        for c in process["net_connections"] or ()
         if c.status == psutil.CONN_LISTEN
     }
     assert listened <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-    rays = [process for process in processes if process.name() in ("gcs_server", "raylet")]
-    assert {process.environ().get("RAY_AUTH_MODE") for process in rays} == {"token"}
+    rays = [process for process in processes if process["name"] in ("gcs_server", "raylet")]
+    assert {process["environ"].get("RAY_AUTH_MODE") for process in rays} == {"token"}
 
 
 def test_ray_starts_no_processes_that_one_machine_has_no_use_for(fleet):
-    processes = psutil.Process(fleet.process.pid).children(recursive=True)
-    scripts = {Path(word).name for process in processes for word in process.cmdline() if word.endswith(".py")}
+    words = [word for process in facts_of(fleet.process.pid, "cmdline") for word in process["cmdline"] or ()]
+    scripts = {Path(word).name for word in words if word.endswith(".py")}
     assert scripts.isdisjoint({"monitor.py", "log_monitor.py"})
     assert "dashboard.py" in scripts, "scripts are told by their names"
 

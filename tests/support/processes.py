@@ -7,16 +7,29 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
+import psutil
 
 from tests.support.forks import is_template
 from tests.support.waiting import WAIT_S, until
 
 CLI = (sys.executable, "-m", "kvloom.cli")
 READY = re.compile(r"(?:is|are) served on (https?://\S+:\d+)\.")
+
+
+def facts_of(pid: int, *names: str) -> list[dict[str, Any]]:
+    """What psutil tells of a process and its descendants, without those that end meanwhile; None for facts that a
+    process which has ended has no more.
+    """
+    parent, found = psutil.Process(pid), []
+    for process in (parent, *parent.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            found.append(process.as_dict(names))
+    return found
 
 
 @dataclass(slots=True)

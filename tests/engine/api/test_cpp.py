@@ -12,6 +12,7 @@ from kvloom.engine_api.build import LIBRARY
 from tests.support.compiling import compiled
 from tests.support.engine.cpp import (
     HEADERS,
+    LONG,
     PROGRAMS,
     SANITIZERS,
     THREAD_SANITIZER,
@@ -33,7 +34,7 @@ Compile = Callable[[str], Path]
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> str:
     """A configuration under which no request reaches its end before a test stops it."""
-    return str(write_config(tmp_path_factory.mktemp("config"), maxIterTimes=2500))
+    return str(write_config(tmp_path_factory.mktemp("config"), maxIterTimes=LONG - 1000))
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from kvloom.engine.link.signals import signals_held_at_start
-from tests.support.processes import CLI
+from tests.support.processes import CLI, facts_of
 from tests.support.waiting import WAIT_S, until
 
 CHILD = """
@@ -53,7 +52,8 @@ def test_a_model_process_heeds_no_ctrl_c_while_it_imports():
 
 
 def model_processes(server: int) -> list[int]:
-    return [child.pid for child in psutil.Process(server).children() if "kvloom.rank.main" in child.cmdline()]
+    found = facts_of(server, "pid", "cmdline")
+    return [process["pid"] for process in found if "kvloom.rank.main" in (process["cmdline"] or ())]
 
 
 def unheeded(process: int) -> set[int]:

@@ -59,11 +59,13 @@ def agent(monkeypatch) -> Iterator[Agent]:
 
 
 def settings(model: Path, backend: str, agent: Agent | None = None, **fields: object) -> EngineConfig:
-    """Few blocks, float32 where exactness matters; the agent's pool is the tier."""
+    """Float32 where exactness matters; the agent's pool is the tier. There are more than four blocks for each one that
+    a run fills: saves under way hold at most a quarter, so none is left out, however slow the pool is.
+    """
     tier = TierConfig(FACTORY, 20.0, {"socket": str(agent.config.socket)}, is_watched=True) if agent else None
     own = {"dtype": "float32"} if backend == "reference" else {}
     size = fields.get("block_size") or 16
-    blocks = -(-1600 // int(size))
+    blocks = -(-2400 // int(size))
     return EngineConfig(str(model), backend, kv_tier=tier, **{"num_blocks": blocks, **own, **fields})
 
 

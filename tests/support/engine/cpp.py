@@ -20,12 +20,15 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror", "-pedantic")
 QUICK = ("-g1", "-O0")  # line numbers, which sanitizers print, but no variables
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 THREAD_SANITIZER = ("-fsanitize=thread",)
+LONG = 60_000  # tokens; the mock model needs seconds for so many
 
 
 def write_config(folder: Path, **schedule: int) -> Path:
-    """A config.json of the mock model; `schedule` overrides values of its ScheduleParam."""
-    document = mock_document()
-    document["ScheduleParam"] |= schedule
+    """A config.json of the mock model with room for sequences of LONG tokens; `schedule` overrides values of its
+    ScheduleParam.
+    """
+    document = mock_document(**schedule)
+    document["ModelDeployParam"]["maxSeqLen"] = LONG
     return _write(folder, document)
 
 
