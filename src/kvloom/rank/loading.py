@@ -47,11 +47,11 @@ def open_runner(
         opened = _open_kernels(config, checkpoint, max_seq_len, progress) if _kernels_fit(config) else None
         if opened is None:
             opened = _open_reference(config, checkpoint, max_seq_len, progress, (rank, rendezvous))
-        backend, pools, size = opened
+        backend, pools = opened
         embedding, lacks = checkpoint.embedding, _lacks(checkpoint)
         facts = ModelFacts(spec.vocab_size, max_seq_len, eos_ids, embedding, lacks, spec.sees_ahead, reach_of(spec))
         guides = Guides(functools.partial(_tokenizer, config.model), spec.vocab_size, must_wait=config.world_size > 1)
-        return ModelRunner(backend, facts, pools.num_host_blocks, size, guides)
+        return ModelRunner(backend, facts, pools.num_host_blocks, guides)
 
 
 def _lacks(checkpoint: Checkpoint) -> dict[str, str]:
@@ -105,8 +105,8 @@ def choose_backend(config: EngineConfig, spec: DecoderSpec) -> str:
 
 def _open_kernels(
     config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Progress
-) -> tuple[Backend, Pools, int] | None:
-    """The CPU backend, its pools, and the engine's block size in tokens.
+) -> tuple[Backend, Pools] | None:
+    """The CPU backend and its pools.
 
     None (and a log line) where the kernels are not available and were not asked for by name.
     """
@@ -130,7 +130,7 @@ def _open_kernels(
         _torch_backend(f"{error}; the other backend needs {_INSTALL}")
         log.warning("%s; the slower torch backend is used instead", error)
         return None
-    return backend, pools, size
+    return backend, pools
 
 
 def _packed(config: EngineConfig, checkpoint: Checkpoint) -> Packed | None:
@@ -145,7 +145,7 @@ def _packed(config: EngineConfig, checkpoint: Checkpoint) -> Packed | None:
 
 def _open_reference(
     config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Progress, seat: tuple[int, str]
-) -> tuple[Backend, Pools, int]:
+) -> tuple[Backend, Pools]:
     """As _open_kernels. `seat`: the rank's number, and the file where the ranks meet."""
     spec, size = checkpoint.spec, config.block_size or BLOCK_SIZE
     shard_spec(spec, config.world_size)  # reports what is wrong before torch is loaded or memory is taken
@@ -154,7 +154,7 @@ def _open_reference(
     pools = torch_backend.least_pools(pools_for(config, "reference", checkpoint, max_seq_len, size), mesh, config)
     options = torch_backend.options_of(config, size, mesh)
     backend = torch_backend.ReferenceBackend(spec, checkpoint.weights, pools.num_blocks, options, progress)
-    return backend, pools, size
+    return backend, pools
 
 
 def _torch_backend(otherwise: str) -> Any:

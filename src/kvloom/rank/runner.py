@@ -26,6 +26,7 @@ from kvloom.contract.messages import (
 from kvloom.rank.grammar.guides import Guides
 from kvloom.rank.host_cache import SwapCache
 from kvloom.rank.kernels.backend import Backend, Choices, Head, Ints, Ragged
+from kvloom.rank.kv_blocks import KvBlocks
 from kvloom.rank.pages import release_blocks
 from kvloom.rank.pooler import Pooler
 from kvloom.rank.sampler import (
@@ -40,7 +41,6 @@ from kvloom.rank.sampler import (
 )
 from kvloom.rank.steady import Decoding, Steady, choices_of
 from kvloom.rank.tier.kvmemory import KvMemory
-from kvloom.rank.tiles import TiledBlocks
 
 _TABLE_STEP = 8  # blocks: a table's width is rounded up, so that some blocks can be added without a new table
 
@@ -82,14 +82,9 @@ class ModelFacts:
 class ModelRunner:
     """Implements contract.messages.Runner over a Backend."""
 
-    def __init__(
-        self, backend: Backend, facts: ModelFacts, num_host_blocks: int, block_size: int, guides: Guides
-    ) -> None:
-        """`block_size`: of the engine's blocks, a multiple of the backend's, see TiledBlocks.
-
-        Raises ModelError when it is not, and when there is no memory for the host's blocks.
-        """
-        self._blocks = TiledBlocks(backend, block_size)
+    def __init__(self, backend: Backend, facts: ModelFacts, num_host_blocks: int, guides: Guides) -> None:
+        """Raises ModelError when there is no memory for the host's blocks."""
+        self._blocks = KvBlocks(backend)
         self._swap = SwapCache(self._blocks.parts, num_host_blocks, backend.copy)
         self.info = RankInfo(
             num_blocks=self._blocks.num_blocks,
@@ -172,10 +167,8 @@ class ModelRunner:
         self._backend.drop_adapter(id)
 
     def _compute(self, works: Sequence[Work], output: StepOutput) -> None:
-        if self._steady is not None and self._steady.takes(works, self._blocks):
-            for seq, token in zip(
-                self._steady.seqs, self._steady.step(works, self._blocks, self._backend), strict=True
-            ):
+        if self._steady is not None and self._steady.takes(works):
+            for seq, token in zip(self._steady.seqs, self._steady.step(works, self._backend), strict=True):
                 self._take(seq.id, seq.history, token, output)
             return
         for work in works:
@@ -281,7 +274,7 @@ class ModelRunner:
             ids += (known + work.draft if work.draft else known)[work.start : end]
             pos += range(work.start, end)
             qstart.append(len(ids))
-        tables = [self._blocks.table(self._states[work.id].blocks) for work in works]
+        tables = [self._states[work.id].blocks for work in works]
         width = -(-max(len(table) for table in tables) // _TABLE_STEP) * _TABLE_STEP
         padded = [table + [-1] * (width - len(table)) for table in tables]
         table = np.array(padded, np.int32)

@@ -8,7 +8,6 @@ import numpy as np
 from kvloom.contract.messages import Work
 from kvloom.rank.kernels.backend import CHOICE, Backend, Choices, Ints, Ragged
 from kvloom.rank.sampler import Choice, History
-from kvloom.rank.tiles import TiledBlocks
 
 
 def choices_of(found: Sequence[Choice | None]) -> Choices:
@@ -34,18 +33,19 @@ class Steady:
         self._rows, self._tops, self._choices = asked
         self._positions = self._choices["position"]
 
-    def takes(self, works: Sequence[Work], blocks: TiledBlocks) -> bool:
+    def takes(self, works: Sequence[Work]) -> bool:
         """Whether `works` decode the next tokens of the same sequences, and their blocks fit into the table."""
+        room = self._batch.block_table.shape[1]
         return len(works) == len(self.seqs) and all(
             work.id == seq.id
             and work.num_tokens == 1
             and work.start + 1 == len(seq.history.token_ids)
             and work.first_block == len(seq.blocks)
-            and not (work.draft or (work.blocks and not self._has_room(seq.blocks + work.blocks, blocks)))
+            and not (work.draft or (work.blocks and len(seq.blocks) + len(work.blocks) > room))
             for work, seq in zip(works, self.seqs, strict=True)
         )
 
-    def step(self, works: Sequence[Work], blocks: TiledBlocks, backend: Backend) -> list[int]:
+    def step(self, works: Sequence[Work], backend: Backend) -> list[int]:
         """Compute `works`, which `takes` accepted. Returns the next token of each sequence."""
         batch = self._batch
         batch.ids[:] = [seq.history.token_ids[-1] for seq in self.seqs]
@@ -54,11 +54,6 @@ class Steady:
         for row, (work, seq) in enumerate(zip(works, self.seqs, strict=True)):
             if work.blocks:
                 seq.blocks.extend(work.blocks)
-                table = blocks.table(seq.blocks)
-                batch.block_table[row, : len(table)] = table
+                batch.block_table[row, : len(seq.blocks)] = seq.blocks
         tokens: list[int] = backend.step(batch, self._rows, self._tops, None, self._choices).tokens.tolist()
         return tokens
-
-    def _has_room(self, held: list[int], blocks: TiledBlocks) -> bool:
-        room: int = self._batch.block_table.shape[1]
-        return len(blocks.table(held)) <= room

@@ -14,11 +14,11 @@ from kvloom.contract.request import Request, SamplingParams
 from kvloom.rank.fake import fake_answer
 from kvloom.rank.host_cache import SwapCache
 from kvloom.rank.kernels.backend import Backend
+from kvloom.rank.kv_blocks import KvBlocks
 from kvloom.rank.tier.ems import open_tier
 from kvloom.rank.tier.kvmemory import KvMemory
 from kvloom.rank.tier.tier import with_tier
 from kvloom.rank.tier.watch import Watch, WrongBytes
-from kvloom.rank.tiles import TiledBlocks
 from tests.support.engine.engines import fake_runner, run_all, tokens_of
 from tests.support.engine.tiers import FakeTier, tiered_engine
 from tests.support.pool.agents import running_agent
@@ -28,12 +28,12 @@ NUM_LAYERS = 2
 SIZES = range(1, 129)  # values of cacheBlockSize
 
 
-def stub(tile: int, num_tiles: int, is_scaled: bool) -> Backend:
-    """A backend's cache with random contents: `tile` tokens per block, 3 bytes each; `is_scaled`: plus a float32."""
-    random = np.random.default_rng(tile)
-    sizes = [3 * tile, 4 * tile] if is_scaled else [3 * tile]
-    parts = [random.integers(0, 256, (NUM_LAYERS, 2, num_tiles, size), np.uint8) for size in sizes]
-    backend = SimpleNamespace(name="cpu", block_size=tile, num_blocks=num_tiles, kv_parts=tuple(parts))
+def stub(block_size: int, num_blocks: int, is_scaled: bool) -> Backend:
+    """A backend's cache with random contents: 3 bytes a token; `is_scaled`: plus a float32."""
+    random = np.random.default_rng(block_size)
+    sizes = [3 * block_size, 4 * block_size] if is_scaled else [3 * block_size]
+    parts = [random.integers(0, 256, (NUM_LAYERS, 2, num_blocks, size), np.uint8) for size in sizes]
+    backend = SimpleNamespace(name="cpu", block_size=block_size, num_blocks=num_blocks, kv_parts=tuple(parts))
     backend.kv_bytes = sum(part.nbytes for part in parts)
     return backend
 
@@ -45,22 +45,21 @@ def together(backend: Backend) -> Backend:
     return backend
 
 
-def bytes_of(blocks: TiledBlocks, block: int) -> bytes:
+def bytes_of(blocks: KvBlocks, block: int) -> bytes:
     return b"".join(blocks.read(block))
 
 
-def memory_of(blocks: TiledBlocks) -> KvMemory:
+def memory_of(blocks: KvBlocks) -> KvMemory:
     return KvMemory(blocks.layers, blocks.num_blocks, blocks.block_size, blocks.block_bytes, blocks.read, "m", "l")
 
 
-@given(tile=st.sampled_from([1, 2, 16]), tiles=st.integers(1, 9), rest=st.integers(0, 8), is_scaled=st.booleans())
-def test_a_block_is_the_same_bytes_for_steps_copies_and_transfers(tile, tiles, rest, is_scaled):
-    """`rest`: the backend's blocks after the engine's last whole one; they are unused."""
-    backend = stub(tile, 3 * tiles + min(rest, tiles - 1), is_scaled)
-    if tiles == 1 and rest % 2:
+@given(size=st.sampled_from(SIZES), is_together=st.booleans(), is_scaled=st.booleans())
+def test_a_block_is_the_same_bytes_for_steps_copies_and_transfers(size, is_together, is_scaled):
+    backend = stub(size, 3, is_scaled)
+    if is_together:
         backend = together(backend)
-    blocks = TiledBlocks(backend, tile * tiles)
-    assert (blocks.num_blocks, blocks.block_size) == (3, tile * tiles)
+    blocks = KvBlocks(backend)
+    assert (blocks.num_blocks, blocks.block_size) == (3, size)
     memory = memory_of(blocks)
     for layer in memory.layers:
         for side in layer:
@@ -68,17 +67,12 @@ def test_a_block_is_the_same_bytes_for_steps_copies_and_transfers(tile, tiles, r
                 side[block] = block + 1
     for block in range(3):
         assert set(bytes_of(blocks, block)) == {block + 1}
-        own = [part[:, :, blocks.table([block])] for part in backend.kv_parts]
+        own = [part[:, :, block] for part in backend.kv_parts]
         assert all((part == block + 1).all() for part in own)
     swap = SwapCache(blocks.parts, num_blocks=2)
     swap.save([(2, 0), (0, 1)])
     swap.load([(0, 1)])
     assert [set(bytes_of(blocks, block)) for block in range(3)] == [{1}, {3}, {3}]
-
-
-def test_a_block_size_that_is_no_multiple_is_refused():
-    with pytest.raises(ModelError, match="block_size: the cpu backend has multiples of 16, got 24"):
-        TiledBlocks(stub(16, 9, False), 24)
 
 
 @pytest.mark.parametrize("is_together", [False, True])
@@ -88,9 +82,8 @@ def test_what_ems_loads_is_what_it_saved_for_every_block_size(is_scaled, is_toge
     with running_agent() as agent:
         config = TierConfig("kvloom.rank.tier.ems:open_tier", 5.0, {"socket": str(agent.config.socket)})
         for size in SIZES:
-            tile = size if size % 16 else 16
-            backend = together(stub(size, 5, is_scaled)) if is_together else stub(tile, 5 * size // tile, is_scaled)
-            blocks = TiledBlocks(backend, size)
+            backend = stub(size, 5, is_scaled)
+            blocks = KvBlocks(together(backend) if is_together else backend)
             tier = open_tier(memory_of(blocks), config)
             true = [bytes_of(blocks, block) for block in range(5)]
             for id, (move, moved) in enumerate(((tier.save, [4, 0]), (tier.load, [1, 3]))):

@@ -97,8 +97,7 @@ class Backend(Protocol):
     def kv_parts(self) -> tuple[Any, ...]:
         """The bytes of the KV cache; each part uint8 [layers, 2, num_blocks, bytes of a block].
 
-        Contiguous where several of these blocks make one of the engine's. Arrays if in host memory, else tensors of the
-        device.
+        Arrays if in host memory, else tensors of the device.
         """
         ...
 

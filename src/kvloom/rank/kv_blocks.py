@@ -1,0 +1,41 @@
+"""KvBlocks: the backend's KV cache, divided into the engine's blocks. Lives in a rank process."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kvloom.rank.kernels.backend import Backend
+
+
+class KvBlocks:
+    """Blocks 0 .. num_blocks-1 of `block_size` tokens, each of `block_bytes`; what steps, host copies, outer tier and
+    pages address.
+
+    parts: their bytes, see Backend.kv_parts.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.num_blocks = backend.num_blocks
+        self.block_size = backend.block_size
+        self.block_bytes = backend.kv_bytes // backend.num_blocks
+        self.parts = backend.kv_parts
+
+    @property
+    def layers(self) -> list[list[Any]]:
+        """See contract.messages.Runner. As bytes, so that every element type and layout is moved alike."""
+        return [
+            [
+                part[layer, side].reshape((self.num_blocks, self.block_size, part.shape[-1] // self.block_size))
+                for part in self.parts
+                for side in range(2)
+            ]
+            for layer in range(len(self.parts[0]))
+        ]
+
+    def read(self, block: int) -> Iterator[memoryview]:
+        """The bytes that a step reads as this block, not found through `layers`. For a cache in host memory."""
+        for part in self.parts:
+            for layer in np.asarray(part):
+                for side in layer:
+                    yield side[block].data
