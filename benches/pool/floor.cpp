@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr size_t kMessageBytes = 2500;  // about the bytes of 64 keys with their places and checksums
+constexpr size_t kMessageBytes = 2500;  // about the bytes of 64 keys with their locations and checksums
 
 // An order to copy blocks of the arena into the pool and checksum them; at most as many blocks as the arena holds.
 struct Order {

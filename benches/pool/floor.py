@@ -27,7 +27,7 @@ _MESSAGES = 8  # a batch
 
 
 class Floor:
-    """A process that answers, and this one. Batches of `num` blocks use the places of a pool in turn."""
+    """A process that answers, and this one. Batches of `num` blocks use the slots of a pool in turn."""
 
     def __init__(self, block_bytes: int, num: int, pool_bytes: int) -> None:
         self._library = ctypes.CDLL(str(_FLOOR.path()))
@@ -64,7 +64,7 @@ class Floor:
         return ctypes.c_void_p(address_of(self._arena)), ctypes.c_void_p(address_of(self._pool))
 
     def save(self, source: Bytes) -> None:
-        """Save a batch to the next place in the pool, in turn."""
+        """Save a batch to the next slot in the pool, in turn."""
         self._turn = (self._turn + 1) % self._num_batches
         numbers = (self._block_bytes, self._num, self._at_once, self._turn * self._num)
         arena, _pool = self._addresses()
@@ -98,8 +98,8 @@ def _mix(_number: int) -> tuple[float, float]:
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     for turn in range(_TURNS):
         at, other = turn * batch % _MIXED_BYTES, (turn * batch + _MIXED_BYTES // 2) % _MIXED_BYTES
-        places = [ctypes.c_void_p(each) for each in (source + at, pool + at, pool + other, target + other)]
-        library.floor_mixed(ctypes.byref(functions), *places, ctypes.c_int64(_BLOCK_BYTES), ctypes.c_int64(_BATCH))
+        addresses = [ctypes.c_void_p(each) for each in (source + at, pool + at, pool + other, target + other)]
+        library.floor_mixed(ctypes.byref(functions), *addresses, ctypes.c_int64(_BLOCK_BYTES), ctypes.c_int64(_BATCH))
     return time.perf_counter() - wall_s, time.process_time() - cpu_s
 
 

@@ -74,18 +74,18 @@ class DeviceTensors(Checked):
     def _parts(self, blocks: Sequence[Block], packed: Any) -> Iterator[tuple[Any, Any, Any]]:
         """Pairs of matching memory: words of `packed` [n, words] and words of rows; with the numbers of the n rows."""
         position = 0
-        for places, some in groupby(blocks, key=_places):
+        for runs, some in groupby(blocks, key=_one_run_each):
             alike = list(some)
-            if places is None:
+            if runs is None:
                 for block in alike:
                     yield from self._runs(block, packed, position)
                     position += self._size(block)
                 continue
             size = self._size(alike[0])
             area, column = packed[position : position + size * len(alike)].view(len(alike), size), 0
-            numbers = [self._numbers([block[group][0][0] for block in alike]) for group in range(len(places))]
+            numbers = [self._numbers([block[group][0][0] for block in alike]) for group in range(len(runs))]
             for rows, width, group in self._rows:
-                start, count = places[group]
+                start, count = runs[group]
                 end = column + count * width
                 yield area[:, column:end], rows[:, start * width : (start + count) * width], numbers[group]
                 column = end
@@ -118,7 +118,7 @@ def _is_aligned(tensor: Any, width: int, size: int) -> bool:
     return width % size == 0 and stride_bytes % size == 0 and tensor.data_ptr() % size == 0
 
 
-def _places(block: Block) -> tuple[tuple[int, int], ...] | None:
+def _one_run_each(block: Block) -> tuple[tuple[int, int], ...] | None:
     """Where a block's tokens begin in each layer group, and their number; None where they are not contiguous."""
     if any(len(runs) != 1 or runs[0][0] == SKIPPED for runs in block):
         return None

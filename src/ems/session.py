@@ -17,7 +17,7 @@ log = logging.getLogger("ems")
 
 
 def locate_socket(_deadline_s: float) -> Path:
-    """The agent's socket in one of the default places. Raises OSError when there is none."""
+    """The agent's socket in one of the default paths. Raises OSError when there is none."""
     path = find_socket()
     if path is None:
         searched = ", ".join(map(str, candidates()))

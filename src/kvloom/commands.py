@@ -15,22 +15,22 @@ def finite(value: float | None) -> float | None:
     return value
 
 
-def group_of(places: Mapping[str, str]) -> type[TyperGroup]:
-    """`places`: name of a command -> "module:name". A Typer app is a group of commands, a function is one."""
+def group_of(commands: Mapping[str, str]) -> type[TyperGroup]:
+    """`commands`: name of a command -> "module:name". A Typer app is a group of commands, a function is one."""
 
     class Commands(TyperGroup):
         def list_commands(self, ctx: object) -> list[str]:
-            return list(places)
+            return list(commands)
 
         def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:
-            if cmd_name not in places:
+            if cmd_name not in commands:
                 return None
-            module, _, name = places[cmd_name].partition(":")
-            place = getattr(import_module(module), name)
-            if not isinstance(place, typer.Typer):
-                function, place = place, typer.Typer(add_completion=False)
-                place.command()(function)
-            command = typer.main.get_command(place)
+            module, _, name = commands[cmd_name].partition(":")
+            found = getattr(import_module(module), name)
+            if not isinstance(found, typer.Typer):
+                function, found = found, typer.Typer(add_completion=False)
+                found.command()(function)
+            command = typer.main.get_command(found)
             assert isinstance(command, TyperCommand | TyperGroup), "what Typer makes of an app"
             command.name = cmd_name
             return command

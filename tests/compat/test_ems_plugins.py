@@ -27,8 +27,8 @@ def run(package: str, script: str, *arguments: str) -> str:
     python = os.environ.get(variable)
     if python is None and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed; {variable} may name an interpreter that has it")
-    place = [str(PLUGINS / script)] if script.endswith(".py") else ["-m", script]
-    command = [python or sys.executable, *place, *arguments]
+    program = [str(PLUGINS / script)] if script.endswith(".py") else ["-m", script]
+    command = [python or sys.executable, *program, *arguments]
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("KVLOOM_PLUGINS_PATH", ""))))
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "LMCACHE_TRACK_USAGE": "false"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)

@@ -107,10 +107,10 @@ def _add(target: Json, change: Json) -> None:
     """An `add` of a JSON patch."""
     assert change["op"] == "add"
     *above, last = change["path"].strip("/").split("/")
-    place: Any = target
+    node: Any = target
     for step in above:
-        place = place[int(step)] if isinstance(place, list) else place[step]
+        node = node[int(step)] if isinstance(node, list) else node[step]
     if last == "-":
-        place.append(change["value"])
+        node.append(change["value"])
     else:
-        place[last] = change["value"]
+        node[last] = change["value"]

@@ -180,12 +180,12 @@ def test_replicas_and_agent_meet_at_one_socket(tmp_path: Path):
     flags, config = flags_of(agent["containers"][0]), json.loads((FOLDER / "pool" / "config.json").read_text())
     socket = Path(flags["socket"])
     assert config["ModelDeployParam"]["kvPoolConfig"]["socketPath"] == str(socket)
-    places = []
+    folders = []
     for pod in (replica, agent):
         [mount] = [each for each in pod["containers"][0]["volumeMounts"] if each["mountPath"] == str(socket.parent)]
         [volume] = [each for each in pod["volumes"] if each["name"] == mount["name"]]
-        places.append(volume["hostPath"])
-    assert places[0] == places[1]
+        folders.append(volume["hostPath"])
+    assert folders[0] == folders[1]
     assert int(flags["socket-group"]) == replica["securityContext"]["runAsGroup"] == agent["securityContext"]["fsGroup"]
     assert agent["initContainers"][0]["args"][-1] == str(socket.parent)
     memory = parse_size(agent["containers"][0]["resources"]["limits"]["memory"].removesuffix("i"))

@@ -5,7 +5,7 @@ import pytest
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Moved, RankInfo
-from kvloom.contract.request import Delta, FinishReason, KvPlace, Request, SamplingParams
+from kvloom.contract.request import Delta, FinishReason, KvLocation, Request, SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.giving import check_giving
 from kvloom.rank.fake import ByteTokenizer, fake_answer
@@ -134,8 +134,8 @@ def test_without_a_tier_it_is_refused():
     runner = fake_runner(64, 4, 64)
     config = EngineConfig(backend="fake")
     engine = Engine(config, in_process(runner, config), ByteTokenizer())
-    place = KvPlace("p", "m", "l", 4)
-    for request in (GIVEN, Request("taken", prompt(9), ONE, kv_place=place)):
+    location = KvLocation("p", "m", "l", 4)
+    for request in (GIVEN, Request("taken", prompt(9), ONE, kv_location=location)):
         with pytest.raises(BadRequest, match="kv_transfer_params: needs a KV pool"):
             engine.add(request)
 
@@ -144,18 +144,21 @@ OWN = RankInfo(64, 16, 100, 100, "cpu", kv_model="m1", kv_layout="cpu-x1")
 
 
 @pytest.mark.parametrize(
-    ("place", "problem"),
+    ("location", "problem"),
     [
-        (KvPlace("p2", "m1", "cpu-x1", 16), "kv_pool.pool: the blocks are of pool 'p2', this server has 'p1'"),
-        (KvPlace("p1", "m2", "cpu-x1", 16), "kv_pool.model: the blocks are of model 'm2', this server has 'm1'"),
-        (KvPlace("p1", "m1", "gpu-x1", 16), "kv_pool.layout: the blocks are of layout 'gpu-x1', this server has"),
-        (KvPlace("p1", "m1", "cpu-x1", 32), "kv_pool.block_size: the blocks are of block_size 32, this server has 16"),
+        (KvLocation("p2", "m1", "cpu-x1", 16), "kv_pool.pool: the blocks are of pool 'p2', this server has 'p1'"),
+        (KvLocation("p1", "m2", "cpu-x1", 16), "kv_pool.model: the blocks are of model 'm2', this server has 'm1'"),
+        (KvLocation("p1", "m1", "gpu-x1", 16), "kv_pool.layout: the blocks are of layout 'gpu-x1', this server has"),
+        (
+            KvLocation("p1", "m1", "cpu-x1", 32),
+            "kv_pool.block_size: the blocks are of block_size 32, this server has 16",
+        ),
     ],
 )
-def test_blocks_that_are_not_this_engines_are_refused_by_name(place: KvPlace, problem: str):
+def test_blocks_that_are_not_this_engines_are_refused_by_name(location: KvLocation, problem: str):
     with pytest.raises(BadRequest, match=problem):
-        check_giving(Request("a", prompt(20), ONE, kv_place=place), OWN, "p1")
+        check_giving(Request("a", prompt(20), ONE, kv_location=location), OWN, "p1")
 
 
 def test_a_pool_that_is_not_known_yet_refuses_nobody():
-    check_giving(Request("a", prompt(20), ONE, kv_place=KvPlace("p2", "m1", "cpu-x1", 16)), OWN, "")
+    check_giving(Request("a", prompt(20), ONE, kv_location=KvLocation("p2", "m1", "cpu-x1", 16)), OWN, "")

@@ -68,7 +68,7 @@ class Kind:
         self.leases: list[int] = []
 
     def ask(self, request: m.Message | tuple[int, int]) -> object:
-        """The answer without what may differ: the places of blocks and the numbers of leases."""
+        """The answer without what may differ: the locations of blocks and the numbers of leases."""
         deadline_s = soon()
         if isinstance(request, tuple):
             which, corrupt = request

@@ -44,10 +44,10 @@ def test_no_privilege_overtakes_by_more_than_its_lead(trace):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(3, 12), st.integers(0, 11), st.sampled_from([{"priority": 1}, {"slo_s": 0.5}]))
-def test_of_those_that_come_together_the_urgent_one_is_first(count, place, privilege):
-    trace = [Arrival(0.0, 10, 5, **privilege if i == place % count else {"priority": 4}) for i in range(count)]
+def test_of_those_that_come_together_the_urgent_one_is_first(count, position, privilege):
+    trace = [Arrival(0.0, 10, 5, **privilege if i == position % count else {"priority": 4}) for i in range(count)]
     started = first_tokens(trace)
-    assert started[place % count] == min(started)
+    assert started[position % count] == min(started)
 
 
 @settings(max_examples=40, deadline=None)

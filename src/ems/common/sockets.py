@@ -1,4 +1,4 @@
-"""The path of an agent's Unix socket: server and clients search the same places.
+"""The path of an agent's Unix socket: server and clients search the same paths.
 
 EMS_SOCKET, then /dev/shm/ems/ems.sock (spec ems 3), $XDG_RUNTIME_DIR/ems/ems.sock, and /tmp/ems-UID/ems.sock, which is
 only used in a folder that this user owns.

@@ -92,11 +92,11 @@ class Rows:
         """As many contiguous rows as possible, at most `count`; empty when none is free."""
         if not count or not self._free:
             return range(0)
-        place = next((i for i, free in enumerate(self._free) if len(free) >= count), None)
-        if place is None:
+        index = next((i for i, free in enumerate(self._free) if len(free) >= count), None)
+        if index is None:
             return self._free.pop(max(range(len(self._free)), key=lambda i: len(self._free[i])))
-        free = self._free[place]
-        self._free[place : place + 1] = [free[count:]] if len(free) > count else []
+        free = self._free[index]
+        self._free[index : index + 1] = [free[count:]] if len(free) > count else []
         return free[:count]
 
     def give_back(self, rows: range) -> None:

@@ -30,7 +30,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".json")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """socket: path of the agent's, empty = the default places; model_id: empty = made from the model's files.
+    """socket: path of the agent's, empty = the default paths; model_id: empty = made from the model's files.
     timeout_ms: how long a request waits for its prefix, and a save for the pool. handover_ms: how long a request
     waits for tokens that another engine has promised (EMSConnector only). layerwise: blocks are copied to and from
     the engine's cache one layer at a time (EMSConnector only).

@@ -205,7 +205,7 @@ class Exchange : public EmsLine {
   public:
     explicit Exchange(int fd) : EmsLine{}, fd_(fd), stream_(fd) {}
 
-    // The last load's answer: places and checksums of the blocks.
+    // The last load's answer: locations and checksums of the blocks.
     std::vector<int64_t> segments, offsets, lengths;
     std::vector<int64_t> numbers;  // the index in the request of each block that was found
     std::vector<Sum> sums;

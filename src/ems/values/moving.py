@@ -219,9 +219,9 @@ def _copy_found(link: Link, batch: Batch, group: range, answer: m.Found, found: 
     is_here = [length > 0 for length in answer.lengths]
     numbers = dict.fromkeys(s for s, is_one in zip(answer.segments, is_here, strict=True) if is_one)
     segments = {number: link.segment(number, batch.deadline_s) for number in numbers}
-    places = zip(answer.segments, answer.offsets, answer.lengths, m.split_sums(answer.sums), strict=True)
+    blocks = zip(answer.segments, answer.offsets, answer.lengths, m.split_sums(answer.sums), strict=True)
     corrupt, num_here = -1, 0
-    for i, (segment, offset, length, checksum) in zip(group, places, strict=True):
+    for i, (segment, offset, length, checksum) in zip(group, blocks, strict=True):
         found[i] = False
         if not length:
             continue

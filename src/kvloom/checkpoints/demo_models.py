@@ -123,16 +123,16 @@ def link(path: Path) -> str:
     """
     path = path.resolve()
     name = path.name if path.is_dir() else path.stem
-    place = cache_folder() / name
-    if name in MODELS or (place.is_symlink() and place.exists() and place.resolve() != path):
+    link = cache_folder() / name
+    if name in MODELS or (link.is_symlink() and link.exists() and link.resolve() != path):
         raise ModelError(f"{path}: another model is named {name!r} already")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if place.is_symlink():
-            place.unlink()
-        place.symlink_to(path)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if link.is_symlink():
+            link.unlink()
+        link.symlink_to(path)
     except OSError as error:
-        raise ModelError(f"{name} could not be linked in {place.parent}: {error.strerror}") from None
+        raise ModelError(f"{name} could not be linked in {link.parent}: {error.strerror}") from None
     return name
 
 

@@ -51,7 +51,7 @@ class Asked(Protocol):
     @property
     def gives_kv(self) -> bool: ...
     @property
-    def kv_place(self) -> object: ...
+    def kv_location(self) -> object: ...
 
 
 # features besides SamplingParams; an adapter is named in several ways
@@ -60,7 +60,7 @@ _BESIDE: Mapping[str, Callable[[Asked], object]] = {
     "pooling": lambda a: a.pooling,
     "priority": lambda a: a.priority,
     "cache_salt": lambda a: a.cache_salt,
-    "kv_transfer": lambda a: a.gives_kv or a.kv_place,
+    "kv_transfer": lambda a: a.gives_kv or a.kv_location,
 }
 BESIDE = (*_BESIDE, "adapter")
 FEATURES = (*_ASKED, *BESIDE)

@@ -123,7 +123,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class KvPlace:
+class KvLocation:
     """Where KV blocks lie outside an engine; all fields must agree before another engine takes them."""
 
     pool: str
@@ -136,7 +136,7 @@ class KvPlace:
 class KvGiven:
     """The first `num_blocks` blocks of a prompt lie there."""
 
-    place: KvPlace
+    location: KvLocation
     num_blocks: int
 
 
@@ -162,7 +162,7 @@ class Request:
     answer: tuple[int, ...] = ()
     # save the prompt's blocks to the outer KV tier; the last delta waits for that and tells their number
     gives_kv: bool = False
-    kv_place: KvPlace | None = None  # where another engine has saved them; None = not saved
+    kv_location: KvLocation | None = None  # where another engine has saved them; None = not saved
     sight: Sight | None = None  # images of the prompt; only for an engine whose RankInfo has vision
     is_look: bool = False
     second: int = 0  # where the second of two texts begins, for models with token types; 0 = one text

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import RankInfo
-from kvloom.contract.request import Delta, KvGiven, KvPlace, Request
+from kvloom.contract.request import Delta, KvGiven, KvLocation, Request
 from kvloom.engine.live import Live
 from kvloom.engine.schedule.giving import Giving
 
@@ -19,13 +19,13 @@ def check_giving(request: Request, info: RankInfo, pool: str | None) -> None:
 
     `pool`: name of the outer tier's store; "" while it is not known, None without an outer tier.
     """
-    if not request.gives_kv and request.kv_place is None:
+    if not request.gives_kv and request.kv_location is None:
         return
-    own = None if pool is None else _own_place(info, pool)
+    own = None if pool is None else _own_location(info, pool)
     if own is None:
         raise BadRequest(FIELD, "needs a KV pool: give kvPoolConfig in the configuration of this server")
-    for name in (each.name for each in fields(KvPlace) if request.kv_place is not None):
-        theirs, ours = getattr(request.kv_place, name), getattr(own, name)
+    for name in (each.name for each in fields(KvLocation) if request.kv_location is not None):
+        theirs, ours = getattr(request.kv_location, name), getattr(own, name)
         if ours and theirs != ours:
             what = f"the blocks are of {name} {theirs!r}, this server has {ours!r}"
             raise BadRequest(f"{FIELD}.kv_pool.{name}", f"{what}: both servers need the same one")
@@ -35,8 +35,8 @@ def giving_of(request: Request, block_size: int) -> Giving | None:
     return Giving(len(request.prompt_ids) // block_size) if request.gives_kv else None
 
 
-def _own_place(info: RankInfo, pool: str) -> KvPlace:
-    return KvPlace(pool, info.kv_model, info.kv_layout, info.block_size)
+def _own_location(info: RankInfo, pool: str) -> KvLocation:
+    return KvLocation(pool, info.kv_model, info.kv_layout, info.block_size)
 
 
 class GivenEnds:
@@ -57,11 +57,11 @@ class GivenEnds:
     def take(self, info: RankInfo, pool: str) -> Iterable[tuple[Live, Delta]]:
         """The deltas whose saves have ended, each with what the tier holds of the prompt."""
         for live, delta in list(self._held.values()):
-            place, giving = _own_place(info, pool), live.seq.giving
+            location, giving = _own_location(info, pool), live.seq.giving
             assert giving is not None
             if not giving.pending:
                 self.drop(live.request.id)
-                yield live, replace(delta, kv_given=KvGiven(place, giving.num_given))
+                yield live, replace(delta, kv_given=KvGiven(location, giving.num_given))
 
     def drop(self, request_id: str) -> None:
         self._held.pop(request_id, None)

@@ -247,9 +247,9 @@ def _join_roll(plan: Plan, node: str, form: str) -> None:
 
 async def _ensure_agent(node: str, pool_bytes: int) -> None:
     """An EMS agent on this node, held by an actor that outlives replicas. Raises ModelError."""
-    place = NodeAffinitySchedulingStrategy(node, soft=False)
+    affinity = NodeAffinitySchedulingStrategy(node, soft=False)
     options = {"name": f"ems-agent-{node}", "namespace": _NAMESPACE, "lifetime": "detached", "get_if_exists": True}
-    agent = ray.remote(NodeAgent).options(**options, num_cpus=0, scheduling_strategy=place).remote(pool_bytes)
+    agent = ray.remote(NodeAgent).options(**options, num_cpus=0, scheduling_strategy=affinity).remote(pool_bytes)
     try:
         await agent.check.remote()
     except RayError as error:

@@ -74,11 +74,9 @@ class KeyStore:
             raise KeyStoreError(
                 f"there is no key store at {self._paths[0]} or {self._paths[1]}: encrypt something first"
             )
-        keys = {place: _domain_key(content, *place) for place in content.wrapped}
+        keys = {slot: _domain_key(content, *slot) for slot in content.wrapped}
         content.master_key = AESGCM.generate_key(KEY_BITS)
-        content.wrapped = {
-            place: _seal(content.master_key, key, f"{place[0]}:{place[1]}") for place, key in keys.items()
-        }
+        content.wrapped = {slot: _seal(content.master_key, key, f"{slot[0]}:{slot[1]}") for slot, key in keys.items()}
         _add_domain_key(content, domain)
         self._save(content)
 
@@ -180,12 +178,12 @@ def _read(path: Path) -> _Content | None:
         body = document["body"]
         if document["format"] != FORMAT or document["digest"] != _digest(body):
             return None
-        places = {name: name.split(":") for name in body["wrapped"]}
+        slots = {name: name.split(":") for name in body["wrapped"]}
         return _Content(
             generation=int(body["generation"]),
             master_key=base64.b64decode(body["master_key"]),
             active={int(domain): int(key_id) for domain, key_id in body["active"].items()},
-            wrapped={(int(d), int(k)): base64.b64decode(body["wrapped"][name]) for name, (d, k) in places.items()},
+            wrapped={(int(d), int(k)): base64.b64decode(body["wrapped"][name]) for name, (d, k) in slots.items()},
         )
     except FileNotFoundError:
         return None

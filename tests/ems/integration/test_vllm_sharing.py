@@ -254,8 +254,8 @@ def test_several_loads_fail_alone(agent):
         damaged = blocks_of(pool)[0]
         pool.view(damaged.offset, damaged.length)[3] ^= 1
         requests = [FakeRequest("c", list(PROMPT)), FakeRequest("d", list(other))]
-        places = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-        for request, blocks in zip(requests, places, strict=True):
+        tables = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+        for request, blocks in zip(requests, tables, strict=True):
             assert two.matched(request) == HIT
             two.allocate(request, blocks, HIT[0])
         failed: set[int] = set()

@@ -126,7 +126,7 @@ def test_missing_and_damaged_files_are_refused(tmp_path):
         read_adapter(path.parent, None)
 
 
-def test_the_digest_is_of_the_contents_and_not_of_the_place(tmp_path):
+def test_the_digest_is_of_the_contents_and_not_of_the_path(tmp_path):
     one = make_adapter(tmp_path / "one", TINY_SHAPES, 1)
     digest = read_adapter(one, None).digest
     assert read_adapter(shutil.copytree(one, tmp_path / "copy"), None).digest == digest

@@ -33,13 +33,13 @@ def test_other_weights_another_shape_or_another_size_have_another_name(tmp_path,
     assert fingerprint(folder(tmp_path / "a")) != fingerprint(folder(tmp_path / "b", **fields))
 
 
-@pytest.mark.parametrize("place", [0, 5000, (1 << 20) + 10, 7_654_321, SIZE - 1])
-def test_one_changed_bit_anywhere_is_seen(tmp_path, place):
+@pytest.mark.parametrize("offset", [0, 5000, (1 << 20) + 10, 7_654_321, SIZE - 1])
+def test_one_changed_bit_anywhere_is_seen(tmp_path, offset):
     before = fingerprint(folder(tmp_path / "a"))
     with (tmp_path / "a" / "model.safetensors").open("r+b") as file:
-        file.seek(place)
+        file.seek(offset)
         old = file.read(1)
-        file.seek(place)
+        file.seek(offset)
         file.write(bytes([old[0] ^ 1]))
     assert fingerprint(tmp_path / "a") != before
 

@@ -25,8 +25,8 @@ def decode(pieces: list[bytes]) -> list[Frame]:
 @given(st.lists(frames, max_size=5), st.lists(st.integers(0, 300), max_size=8))
 def test_any_cut_gives_the_same_frames(sent, cuts):
     data = b"".join(encode(frame) for frame in sent)
-    places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    assert decode([data[a:b] for a, b in pairwise(places)]) == sent
+    bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    assert decode([data[a:b] for a, b in pairwise(bounds)]) == sent
 
 
 def test_a_payload_may_hold_newlines():

@@ -69,11 +69,11 @@ class Machine(RuleBasedStateMachine):
                 assert request.id == queue[0]
                 self.started.add((owner, id, request.id))
 
-    @rule(owner=owners, id=ids, place=st.integers(0, 2))
-    def end(self, owner, id, place):
+    @rule(owner=owners, id=ids, index=st.integers(0, 2))
+    def end(self, owner, id, index):
         session = self.find(owner, id)
-        if session is not None and place < len(session.requests):
-            request = session.requests[place]
+        if session is not None and index < len(session.requests):
+            request = session.requests[index]
             assert self.sessions.end(request) == ((owner, id, request.id) in self.started)
             assert not self.sessions.end(request)
             self.queues[owner, id].remove(request.id)

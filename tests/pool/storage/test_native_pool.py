@@ -47,7 +47,7 @@ def both(is_lru: bool, total: int = TOTAL) -> tuple[TenantPool, NativePool]:
 
 
 def named(found: object) -> object:
-    """The result for a key, without its place in memory."""
+    """The result for a key, without its location in memory."""
     if isinstance(found, NoRoom):
         return found.status
     return ("memory" if isinstance(found, Reservation) else "block", found.key, found.length, found.is_rcache)

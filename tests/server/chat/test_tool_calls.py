@@ -100,8 +100,8 @@ def test_what_is_found(form: ToolForm, text: str, found: Any):
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=14), cuts=st.lists(st.integers(0, 200), max_size=8))
 def test_pieces_make_no_difference(form: ToolForm, pieces: list[str], cuts: list[int]):
     text = "".join(pieces)
-    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    parts = [text[a:b] for a, b in pairwise(places)]
+    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    parts = [text[a:b] for a, b in pairwise(bounds)]
     assert read(form, *parts) == read(form, text)
 
 

@@ -110,12 +110,12 @@ def test_the_command_of_the_seed(tmp_path, monkeypatch, capsys):
     assert "secret" not in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("place", [("2", "2"), ("x", "2"), ("-1", "2"), ("1", "2000")])
-def test_domains_are_checked(tmp_path, monkeypatch, capsys, place):
+@pytest.mark.parametrize("slot", [("2", "2"), ("x", "2"), ("-1", "2"), ("1", "2000")])
+def test_domains_are_checked(tmp_path, monkeypatch, capsys, slot):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("secret\n"))
-    if place[0] != "-1":  # argparse itself refuses it
-        assert seceasy_encrypt(["--encrypt", *place]) == 1
+    if slot[0] != "-1":  # argparse itself refuses it
+        assert seceasy_encrypt(["--encrypt", *slot]) == 1
         assert "domainId" in capsys.readouterr().err
 
 

@@ -33,7 +33,7 @@ def words(rows: Sequence[Sequence[int]], bits: int) -> torch.Tensor:
     per, mask = 32 // bits, (1 << bits) - 1
 
     def word(numbers: Sequence[int]) -> int:
-        value = sum((number & mask) << (bits * place) for place, number in enumerate(numbers))
+        value = sum((number & mask) << (bits * position) for position, number in enumerate(numbers))
         return value - (1 << 32) if value >= 1 << 31 else value
 
     return torch.tensor([[word(row[i : i + per]) for i in range(0, len(row), per)] for row in rows], dtype=torch.int32)
@@ -61,7 +61,9 @@ def awq(group: int) -> Writer:
 
         def packed(part: torch.Tensor) -> torch.Tensor:
             columns = part.T.tolist()
-            return words([[row[i + place] for i in range(0, len(row), 8) for place in AWQ_ORDER] for row in columns], 4)
+            return words(
+                [[row[i + position] for i in range(0, len(row), 8) for position in AWQ_ORDER] for row in columns], 4
+            )
 
         tensors = {"qweight": packed(numbers), "qzeros": packed(zeros), "scales": scales.T.contiguous()}
         return named(base, tensors), value(numbers, zeros, scales)

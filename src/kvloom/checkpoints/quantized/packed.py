@@ -13,7 +13,7 @@ from kvloom.contract.errors import ModelError
 
 FLOATS = ("F32", "F16", "BF16")
 _PIECE_VALUES = 1 << 20
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbours: which nibble of the word each is
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbours: which nibble of the word each is
 _ORDERS = ("g_idx", "weight_g_idx")  # tensors with the group of each column
 
 
@@ -183,8 +183,8 @@ class PackedMatrix:
         zeros = _unpacked(self._words("qzeros")[:, at // per : end // per], bits).astype(np.float32)
         if self.scheme.layout == "gptq":
             return _unpacked(words[:, at:end], bits, axis=0).T, zeros.T + np.float32(self.scheme.zero_shift), scales
-        places = np.arange(end - at).reshape(-1, per)[:, _AWQ_PLACES].reshape(-1)
-        return _unpacked(words[:, at // per : end // per], bits)[:, places].T, zeros[:, places].T, scales
+        order = np.arange(end - at).reshape(-1, per)[:, _AWQ_ORDER].reshape(-1)
+        return _unpacked(words[:, at // per : end // per], bits)[:, order].T, zeros[:, order].T, scales
 
     def _fp8(self, at: int, end: int) -> Floats:
         values = _E4M3[self._bytes("weight")[at:end]]

@@ -20,10 +20,10 @@ class HeldEntries:
 
     def located(self) -> Located:
         """Where they lie."""
-        places = [self._pool.locate(entry.offset) for entry in self._entries]
+        found = [self._pool.locate(entry.offset) for entry in self._entries]
         return Located(
-            [segment for segment, _offset in places],
-            [offset for _segment, offset in places],
+            [segment for segment, _offset in found],
+            [offset for _segment, offset in found],
             [entry.length for entry in self._entries],
             b"".join(entry.checksum for entry in self._entries),
         )

@@ -143,11 +143,11 @@ class CpuBackend:
             call = self._prepared(given)
             self._call = call if call.is_in_place else None
         if len(batch.ids):
-            self._place(batch.block_table, call.tiles)
+            self._number_tiles(batch.block_table, call.tiles)
             self._lib.kvl_step(self._model, ctypes.byref(call.batch))
         return call.head
 
-    def _place(self, blocks: Ints, tiles: Ints) -> None:
+    def _number_tiles(self, blocks: Ints, tiles: Ints) -> None:
         """Write the tile numbers of `blocks` [seqs, blocks], counted from a layer's first tile.
 
         To the library, each side (keys or values) of a layer is a cache of its own, whose next block begins `stride`

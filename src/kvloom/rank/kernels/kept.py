@@ -227,8 +227,8 @@ def kept_weights(environ: Mapping[str, str], given: str = "") -> KeptWeights | N
         num_gb = -1.0
     if not 0 < num_gb < 1e9:
         raise BadRequest(SIZE_VARIABLE, f"must be a number of gigabytes above 0, got {text!r}")
-    place = Path(os.path.expanduser(folder)) if folder else cache_folder(environ) / "packed"
-    return KeptWeights(place, int(num_gb * 1e9))
+    root = Path(os.path.expanduser(folder)) if folder else cache_folder(environ) / "packed"
+    return KeptWeights(root, int(num_gb * 1e9))
 
 
 def _is_own(found: os.stat_result) -> bool:

@@ -288,8 +288,8 @@ class ReferenceBackend:
             weights = logits.softmax(-1).gather(-1, chosen.indices)
         out, added = torch.zeros_like(x), torch.zeros_like(x)
         for expert in sorted(set(chosen.indices.flatten().tolist())):
-            rows, places = torch.where(chosen.indices == expert)
-            weight, one = weights[rows, places, None].to(x.dtype), f"{at}experts.{expert}."
+            rows, picks = torch.where(chosen.indices == expert)
+            weight, one = weights[rows, picks, None].to(x.dtype), f"{at}experts.{expert}."
             out[rows] += weight * self._linear(self._gated(one, x[rows]), one + "down", has_bias=False)
             if experts.has_bias:
                 added[rows] += weight * self._w[one + "down_bias"]

@@ -165,7 +165,7 @@ class MarkedCalls:
 
     def _read_call(self) -> bool:
         """Read on in the call; whether it is over."""
-        for place, char in enumerate(self._held):
+        for index, char in enumerate(self._held):
             if self._call is None:
                 if char.isspace():
                     self._lead = (self._lead or "") + char
@@ -173,7 +173,7 @@ class MarkedCalls:
                 self._call = self._begin(char)
             self._call.take(char)
             if self._call.is_over:
-                self._end_call(self._call, char, self._held[place + 1 :])
+                self._end_call(self._call, char, self._held[index + 1 :])
                 return True
         self._held = ""
         return False
@@ -204,9 +204,9 @@ class BareCalls:
         self._is_text = False
 
     def add(self, text: str) -> list[ChatEvent]:
-        for place, char in enumerate(text):
+        for index, char in enumerate(text):
             if self._is_text:
-                self._events.text(text[place:])
+                self._events.text(text[index:])
                 break
             self._take(char)
         return self._events.drain()

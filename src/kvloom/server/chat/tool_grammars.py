@@ -26,10 +26,10 @@ def tool_grammar(form: ToolForm, tools: Sequence[Tool], choice: ToolChoice, is_p
         tools, is_parallel = [tool for tool in tools if tool.name == choice.name], False
     is_free = choice.mode == "auto" and not answer
     lines = []
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         schema = tool.schema if tool.is_strict or choice.mode != "auto" else {"type": "object"}
-        lines += _call_rules(form, place, tool, schema)
-    lines.append("body: " + " | ".join(f"call_{place}" for place in range(len(tools))))
+        lines += _call_rules(form, index, tool, schema)
+    lines.append("body: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     lines.append(f"call: {_literal(_MARKS[form])} body")
     if is_free:
         lines += _free_rules(form, is_parallel)
@@ -59,9 +59,9 @@ def _free_rules(form: ToolForm, is_parallel: bool) -> list[str]:
     ]
 
 
-def _call_rules(form: ToolForm, place: int, tool: Tool, schema: dict[str, Any]) -> list[str]:
+def _call_rules(form: ToolForm, index: int, tool: Tool, schema: dict[str, Any]) -> list[str]:
     """What follows a call's mark."""
-    rule = f"call_{place}"
+    rule = f"call_{index}"
     if form == "qwen3_coder":
         return _xml_rules(rule, tool, schema)
     key = "parameters" if form == "llama3" else "arguments"
@@ -78,8 +78,8 @@ def _xml_rules(rule: str, tool: Tool, schema: dict[str, Any]) -> list[str]:
     parts = []
     required = schema.get("required") or ()
     shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    for place, (key, value) in enumerate((schema.get("properties") or {}).items()):
-        name = f"{rule}_{place}"
+    for index, (key, value) in enumerate((schema.get("properties") or {}).items()):
+        name = f"{rule}_{index}"
         begin, end = f"<parameter={key}>\n", "\n</parameter>\n"
         if not isinstance(value, dict) or value.get("type") != "string":
             lines.append(f"{name}: {_literal(begin)} {_json(_with(value, shared), tool)} {_literal(end)}")

@@ -228,7 +228,9 @@ _DEPLOY: dict[str, Any] = {
 }
 _KV_POOL: dict[str, Key] = {
     "backend": Key(str, "pool that KV blocks outlive the engine in", choices=("", "ems"), setting="kv_pool"),
-    "socketPath": Key(str, "socket of its agent; without it EMS_SOCKET and the usual places", setting="kv_pool_socket"),
+    "socketPath": Key(
+        str, "socket of its agent; without it EMS_SOCKET and the default paths", setting="kv_pool_socket"
+    ),
     "timeoutMs": Key(int, "a request waits for its prefix, at most", 1, 60_000, setting="kv_pool_timeout_ms"),
     "accessId": Key(str, "the tenant's id, for a pool with keys", setting="kv_pool_access_id"),
     "accessKeyFile": Key(str, "file with the tenant's access key", setting="kv_pool_access_key_file"),

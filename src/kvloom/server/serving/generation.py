@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvloom.contract.images import Sight
-from kvloom.contract.request import Delta, FinishReason, KvGiven, KvPlace, SamplingParams, TokenLogprob
+from kvloom.contract.request import Delta, FinishReason, KvGiven, KvLocation, SamplingParams, TokenLogprob
 from kvloom.server.serving.beams import Beams
 
 MAX_CHOICES = 1024  # most answers of one HTTP request
@@ -34,7 +34,7 @@ class Generation:
     cache_salt: str = ""
     beams: Beams | None = None  # beam search: the n best answers, best first, each in one delta
     gives_kv: bool = False  # these three as in engine.request.Request
-    kv_place: KvPlace | None = None
+    kv_location: KvLocation | None = None
     sight: Sight | None = None
     seconds: tuple[int, ...] = ()  # engine.request.Request's `second` of each prompt; () = 0
 

@@ -243,6 +243,6 @@ def _requests(generation: Generation, serial: int, adapter: int) -> list[Request
             salt, pooling = generation.cache_salt, generation.pooling
             who = (salt, generation.tenant, generation.priority)
             request = Request(id, prompt, params, *who, pooling=pooling, adapter=adapter, second=second)
-            more = (generation.gives_kv, generation.kv_place, generation.sight)
-            requests.append(replace(request, gives_kv=more[0], kv_place=more[1], sight=more[2]))
+            more = (generation.gives_kv, generation.kv_location, generation.sight)
+            requests.append(replace(request, gives_kv=more[0], kv_location=more[1], sight=more[2]))
     return requests

@@ -88,6 +88,6 @@ static void test_adapters(int format, int64_t cols, int64_t rank, int64_t count)
     }
     test_adapter_tiles(linear, inputs);
     kvl_adapter_free(model, id);
-    near(kvl_adapter_new(model), id, 0, "a free adapter's place", id, 0);
+    near(kvl_adapter_new(model), id, 0, "a free adapter's id", id, 0);
     kvl_free(model);
 }

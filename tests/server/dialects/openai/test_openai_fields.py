@@ -78,9 +78,9 @@ def test_log_probabilities_of_a_prompt_come_as_vllm_has_them(server: FakeServer)
     choice = server.complete("abc", max_tokens=2, prompt_logprobs=2, **GREEDY).json()["choices"][0]
     first, *rest = choice["prompt_logprobs"]
     assert first is None
-    assert [next(iter(place)) for place in rest] == [str(ord("b")), str(ord("c"))]
+    assert [next(iter(entries)) for entries in rest] == [str(ord("b")), str(ord("c"))]
     assert rest[0][str(ord("b"))] == {"logprob": -0.5, "rank": 1, "decoded_token": "b"}
-    assert [len(place) for place in rest] == [2, 2]
+    assert [len(entries) for entries in rest] == [2, 2]
     assert choice["logprobs"] is None
     chat = server.chat("abc", max_tokens=2, prompt_logprobs=2, **GREEDY).json()
     assert chat["prompt_logprobs"][0] is None

@@ -70,7 +70,7 @@ def test_the_instruction_is_part_of_what_is_judged(server: FakeServer):
     assert usual["usage"]["prompt_tokens"] != other["usage"]["prompt_tokens"]
 
 
-def test_scores_of_pairs_go_place_by_place(server: FakeServer):
+def test_scores_of_pairs_go_pair_by_pair(server: FakeServer):
     def scores(first: Any, second: Any) -> list[float]:
         answer = server.post("/score", {"model": MODEL, "text_1": first, "text_2": second}).json()
         assert [entry["index"] for entry in answer["data"]] == list(range(len(answer["data"])))

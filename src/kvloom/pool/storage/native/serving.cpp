@@ -272,7 +272,7 @@ bool Serving::pick(const Frame& frame) {
     return true;
 }
 
-// Answers with the blocks' places and checksums (zeros for missing ones), and turns their pins into a lease.
+// Answers with the blocks' locations and checksums (zeros for missing ones), and turns their pins into a lease.
 void Serving::say_found(const Frame& request, const std::vector<Id>& ids, uint8_t cause) {
     std::vector<Id> pinned;
     std::copy_if(ids.begin(), ids.end(), std::back_inserter(pinned), [](Id id) { return id != kNone; });

@@ -30,7 +30,7 @@ class Chunked {
     std::vector<std::unique_ptr<T[]>> chunks_;
 };
 
-// Prefetches memory: when done for several uncached places before any is read, all arrive in about the time of one.
+// Prefetches memory: when done for several uncached addresses before any is read, all arrive in about the time of one.
 inline void expect(const void* what) { __builtin_prefetch(what); }
 
 // Records, identified by number; numbers that are given back are reused.

@@ -110,7 +110,7 @@ class CountBody(Constraints, kw_only=True):
         return with_beginning(service, chat, begun, is_counted)
 
     def _chat(self, turns: Sequence[Turn]) -> ChatRequest:
-        tools = tuple(tool.tool(f"tools[{place}]") for place, tool in enumerate(self.tools or ()))
+        tools = tuple(tool.tool(f"tools[{index}]") for index, tool in enumerate(self.tools or ()))
         choice = None if self.tool_choice is None else self.tool_choice.choice()
         messages = messages_of(turns)
         if self.system is not None:

@@ -54,8 +54,8 @@ def messages_of(turns: Sequence[Turn]) -> list[Said]:
     """Results of tools are messages of their own, before the text of their turn. Raises BadRequest naming the field."""
     messages: list[Said] = []
     names: dict[str, str] = {}  # of the tools that were called, by the id of the call
-    for place, turn in enumerate(turns):
-        field = f"messages[{place}].content"
+    for index, turn in enumerate(turns):
+        field = f"messages[{index}].content"
         if isinstance(turn.content, str):
             messages.append(Said(role=turn.role, content=turn.content))
         elif turn.role == "assistant":
@@ -69,14 +69,14 @@ def text_of(content: str | list[Block], field: str) -> str:
     """Raises BadRequest for content that is not text."""
     if isinstance(content, str):
         return content
-    return "\n".join(_text(block, f"{field}[{place}]") for place, block in enumerate(content))
+    return "\n".join(_text(block, f"{field}[{index}]") for index, block in enumerate(content))
 
 
 def _answer_of(blocks: list[Block], field: str, names: dict[str, str]) -> Said:
     message = Said(role="assistant")
     texts, thoughts, calls = [], [], []
-    for place, block in enumerate(blocks):
-        at = f"{field}[{place}]"
+    for index, block in enumerate(blocks):
+        at = f"{field}[{index}]"
         if block.type == "tool_use":
             id, name = _required(block.id, f"{at}.id"), _required(block.name, f"{at}.name")
             names[id] = name
@@ -94,8 +94,8 @@ def _answer_of(blocks: list[Block], field: str, names: dict[str, str]) -> Said:
 def _question_of(turn: Turn, blocks: list[Block], field: str, names: dict[str, str]) -> list[Said]:
     """A user's turn as messages. A failed tool's result says so in its text, because templates have no other way."""
     messages, items = [], list[str | ImageSource]()
-    for place, block in enumerate(blocks):
-        at = f"{field}[{place}]"
+    for index, block in enumerate(blocks):
+        at = f"{field}[{index}]"
         if block.type == "tool_result":
             id = _required(block.tool_use_id, f"{at}.tool_use_id")
             content = _content(block.content or "", f"{at}.content")
@@ -111,7 +111,7 @@ def _question_of(turn: Turn, blocks: list[Block], field: str, names: dict[str, s
 def _content(content: str | list[Block], field: str) -> Content:
     if isinstance(content, str):
         return content
-    return content_of([_item(block, f"{field}[{place}]") for place, block in enumerate(content)])
+    return content_of([_item(block, f"{field}[{index}]") for index, block in enumerate(content)])
 
 
 def _item(block: Block, field: str) -> str | ImageSource:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import KvGiven, KvPlace
+from kvloom.contract.request import KvGiven, KvLocation
 from kvloom.server.serving.generation import Answer, Generation
 from kvloom.server.serving.service import GenerationService
 
@@ -42,7 +42,7 @@ class KvTransferParams(msgspec.Struct, kw_only=True):
     remote_port: Annotated[int, Meta(ge=0, le=65535)] | None = None
     kv_pool: PoolBody | None = None
 
-    def place(self, service: GenerationService) -> KvPlace | None:
+    def location(self, service: GenerationService) -> KvLocation | None:
         """Where the blocks lie already, when they do. Raises BadRequest naming the field."""
         if self.do_remote_decode and self.do_remote_prefill:
             raise BadRequest(FIELD, "do_remote_decode and do_remote_prefill cannot both be true")
@@ -57,26 +57,26 @@ class KvTransferParams(msgspec.Struct, kw_only=True):
                 "is required with do_remote_prefill: the prompt must have been computed by a kvloom server with "
                 "do_remote_decode, whose answer has it",
             )
-        return KvPlace(given.pool, given.model, given.layout, given.block_size)
+        return KvLocation(given.pool, given.model, given.layout, given.block_size)
 
 
 def kv_params(given: KvGiven) -> dict[str, Any]:
     """kv_transfer_params of an answer, to be sent to the server that continues."""
-    place = given.place
+    location = given.location
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_block_ids": list(range(given.num_blocks)),
-        "remote_engine_id": f"ems-{place.pool}",
+        "remote_engine_id": f"ems-{location.pool}",
         "remote_host": None,
         "remote_port": None,
         "kv_pool": {
             "backend": "ems",
-            "pool": place.pool,
-            "model": place.model,
-            "layout": place.layout,
-            "block_size": place.block_size,
-            "num_tokens": given.num_blocks * place.block_size,
+            "pool": location.pool,
+            "model": location.model,
+            "layout": location.layout,
+            "block_size": location.block_size,
+            "num_tokens": given.num_blocks * location.block_size,
         },
     }
 
@@ -90,4 +90,4 @@ def given_together(generation: Generation, answers: Sequence[Answer]) -> KvGiven
             most[prompt] = given
     if not most:
         return None
-    return KvGiven(next(iter(most.values())).place, sum(given.num_blocks for given in most.values()))
+    return KvGiven(next(iter(most.values())).location, sum(given.num_blocks for given in most.values()))

@@ -80,7 +80,7 @@ def _with_transfer(generation: Generation, body: ChatBody | CompletionBody, serv
     asked = body.kv_transfer_params
     if asked is None:
         return generation
-    return replace(generation, gives_kv=bool(asked.do_remote_decode), kv_place=asked.place(service))
+    return replace(generation, gives_kv=bool(asked.do_remote_decode), kv_location=asked.location(service))
 
 
 def _generation(

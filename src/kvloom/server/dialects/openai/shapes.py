@@ -127,7 +127,7 @@ class TextLogprobs:
 
 
 def prompt_logprobs(tokenizer: Tokenizer, values: Iterable[TokenLogprob | None]) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs` as vLLM has them: of each place its token and the likeliest ones, by id.
+    """`prompt_logprobs` as vLLM has them: of each position its token and the likeliest ones, by id.
 
     The rank of a token that is not among the most likely ones is unknown: null.
     """
@@ -140,9 +140,9 @@ def prompt_logprobs(tokenizer: Tokenizer, values: Iterable[TokenLogprob | None])
         if value is None:
             found.append(None)
             continue
-        place = {str(value.token_id): entry(value.token_id, value.logprob, None)}
-        place |= {str(id): entry(id, logprob, rank) for rank, (id, logprob) in enumerate(value.top, 1)}
-        found.append(place)
+        entries = {str(value.token_id): entry(value.token_id, value.logprob, None)}
+        entries |= {str(id): entry(id, logprob, rank) for rank, (id, logprob) in enumerate(value.top, 1)}
+        found.append(entries)
     return found
 
 

@@ -45,7 +45,7 @@ class RerankBody(msgspec.Struct, kw_only=True):
 
 
 class ScoreBody(msgspec.Struct, kw_only=True):
-    """Each text of `text_2` for the one of `text_1`, or for that in the same place."""
+    """Each text of `text_2` for the one of `text_1`, or for that at the same position."""
 
     model: str | None = None
     text_1: str | Texts

@@ -160,9 +160,9 @@ class ResponsesBody(Constraints, kw_only=True):
         for name, (neutral, problem) in _NEUTRAL.items():
             if getattr(self, name) not in neutral:
                 raise BadRequest(name, problem)
-        for place, name in enumerate(self.include or ()):
+        for index, name in enumerate(self.include or ()):
             if name not in _INCLUDES:
-                raise BadRequest(f"include[{place}]", f"{name!r} is not supported")
+                raise BadRequest(f"include[{index}]", f"{name!r} is not supported")
         if self.top_logprobs is not None and not self.wants_logprobs:
             raise BadRequest("top_logprobs", f"needs include: [{LOGPROBS!r}]")
 

@@ -33,8 +33,8 @@ def messages_of(items: Sequence[InputItem], field: str = "input", num_past: int 
     messages: list[Said] = []
     names: dict[str, str] = {}  # of the tools that were called, by the id of the call
     reasoning: str | None = None
-    for place, item in enumerate(items):
-        at = f"{field}[{place - num_past}]"
+    for index, item in enumerate(items):
+        at = f"{field}[{index - num_past}]"
         if item.type == "reasoning":
             reasoning = text_of(_content_of(item.content, f"{at}.content")) or None
             continue
@@ -77,14 +77,14 @@ def _content_of(content: str | list[Part] | None, field: str) -> Content:
     if content is None or isinstance(content, str):
         return content or ""
     found: list[str | ImageSource] = []
-    for place, part in enumerate(content):
+    for index, part in enumerate(content):
         if part.type == "input_image":
-            found.append(_image(part, f"{field}[{place}]"))
+            found.append(_image(part, f"{field}[{index}]"))
             continue
         text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXT_PARTS else None
         if text is None:
             problem = f"must be a text part or an input_image; {part.type!r} is not supported"
-            raise BadRequest(f"{field}[{place}]", problem)
+            raise BadRequest(f"{field}[{index}]", problem)
         found.append(text)
     return content_of(found)
 

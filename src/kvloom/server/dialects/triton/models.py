@@ -54,7 +54,7 @@ def model_config(service: GenerationService) -> dict[str, Any]:
 
 
 def slot_count(service: GenerationService) -> dict[str, Any]:
-    """Places of the running batch, and the tokens that free KV blocks hold."""
+    """Slots of the running batch, and the tokens that free KV blocks hold."""
     stats = service.engine.stats()
     return {
         "total_slots": stats.max_batch,

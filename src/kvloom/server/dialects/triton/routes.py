@@ -76,7 +76,7 @@ class Triton:
             Endpoint("GET", "/v2/health/ready", self.ready, "200 while requests are accepted", is_management=True),
             *get("/ready", self.model_ready, "200 while the model answers"),
             *get("/config", self.config, "The model's configuration"),
-            *get("/getSlotCount", self.slots, "Places of the running batch"),
+            *get("/getSlotCount", self.slots, "Slots of the running batch"),
             *get("", self.model, "The model's metadata"),
             *post("/infer", self.infer, "Tokens to tokens, JSON or binary tensors", InferBody),
             *post("/generate", self.generate, "Text to text", TextInputBody),

@@ -8,21 +8,21 @@ Asked::Asked(const kvl_model& model, const kvl_batch& all)
     : model_(model), batch_(all), num_all_(all.num_tokens),
       has_others_(!model.shape.sees_ahead && model.last_attention >= 0 && all.num_rows + all.num_states < all.num_tokens) {
     if (!has_others_) return;
-    std::vector<int32_t> place(size_t(num_all_), -1);  // index of a token among the requested ones, -1 = not requested
-    for (int i = 0; i < all.num_rows; i++) place[size_t(all.rows[i])] = 0;
-    for (int i = 0; i < all.num_states; i++) place[size_t(all.state_rows[i])] = 0;
+    std::vector<int32_t> index(size_t(num_all_), -1);  // index of a token among the requested ones, -1 = not requested
+    for (int i = 0; i < all.num_rows; i++) index[size_t(all.rows[i])] = 0;
+    for (int i = 0; i < all.num_states; i++) index[size_t(all.state_rows[i])] = 0;
     for (int s = 0; s < all.num_seqs; s++) {
         qstart_.push_back(int32_t(tokens_.size()));
         for (int32_t token = all.qstart[s]; token < all.qstart[s + 1]; token++) {
-            if (place[size_t(token)] < 0) continue;
-            place[size_t(token)] = int32_t(tokens_.size());
+            if (index[size_t(token)] < 0) continue;
+            index[size_t(token)] = int32_t(tokens_.size());
             tokens_.push_back(token);
             pos_.push_back(all.pos[token]);
         }
     }
     qstart_.push_back(int32_t(tokens_.size()));
-    for (int i = 0; i < all.num_rows; i++) rows_.push_back(place[size_t(all.rows[i])]);
-    for (int i = 0; i < all.num_states; i++) states_.push_back(place[size_t(all.state_rows[i])]);
+    for (int i = 0; i < all.num_rows; i++) rows_.push_back(index[size_t(all.rows[i])]);
+    for (int i = 0; i < all.num_states; i++) states_.push_back(index[size_t(all.state_rows[i])]);
     batch_.num_tokens = int32_t(tokens_.size());
     batch_.ids = batch_.types = nullptr;  // only earlier instructions read them
     batch_.pos = pos_.data();

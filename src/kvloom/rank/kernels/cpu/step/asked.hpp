@@ -16,8 +16,8 @@ class Asked {
     bool is_nobody() const { return tokens_.empty(); }
     // The batch of the requested tokens, if has_others(); it points into this object.
     const kvl_batch& batch() const { return batch_; }
-    // Moves the requested tokens' rows of the residual stream and their queries from their places among all tokens to
-    // their places in `batch`. One thread calls it.
+    // Moves the requested tokens' rows of the residual stream and their queries from their positions among all tokens to
+    // their positions in `batch`. One thread calls it.
     void gather(Scratch& scratch) const;
 
   private:

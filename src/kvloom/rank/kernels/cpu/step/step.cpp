@@ -15,7 +15,7 @@ Step::Step(kvl_model& model, const kvl_batch& batch)
       attends_in_tiles_(model.unit == KVL_TILES && can_attend_in_tiles(model.shape.kv_format)),
       candidates_(batch.tops, batch.num_rows, batch.max_top, model.pool.size()) {
     reserve();
-    for (int64_t row = 0, count = 0; row < batch.num_rows; row++) place_.push_back(batch.tops[row] ? -1 : count++);
+    for (int64_t row = 0, count = 0; row < batch.num_rows; row++) logits_index_.push_back(batch.tops[row] ? -1 : count++);
     for (int s = 0; s < batch.num_seqs; s++) sequence_.insert(sequence_.end(), size_t(batch.qstart[s + 1] - batch.qstart[s]), s);
     plan_attention();
     find_adapters();
@@ -283,7 +283,7 @@ void Step::keep_logits(int64_t row, int64_t channel, const float* logits, int th
         logits = changed;
     }
     if (batch_.tops[row] > 0) return candidates_.offer(thread, row, int32_t(channel), logits, int(count));
-    std::copy(logits, logits + count, batch_.logits + place_[size_t(row)] * shape_.vocab_size + channel);
+    std::copy(logits, logits + count, batch_.logits + logits_index_[size_t(row)] * shape_.vocab_size + channel);
 }
 
 // Runs after the head: merges the candidates of each row and, if the batch has choices, chooses its next token. Threads
@@ -306,7 +306,7 @@ int32_t Step::choose_token(int64_t row) const {
     if (count == 1) return ids[0];
     if (choice.temperature <= 0) return -1;
     const kvl_draw_rules rules{choice.temperature, choice.top_p, choice.min_p, uniform(choice.seed, choice.position)};
-    if (count == 0) return draw(batch_.logits + place_[size_t(row)] * shape_.vocab_size, shape_.vocab_size, rules);
+    if (count == 0) return draw(batch_.logits + logits_index_[size_t(row)] * shape_.vocab_size, shape_.vocab_size, rules);
     return ids[draw(batch_.top_values + row * batch_.max_top, count, rules)];
 }
 

@@ -147,7 +147,7 @@ class Step {
     bool is_fused_ = false;  // whether instructions are fused with the one before where possible
     std::vector<int32_t> sequence_;  // [num_tokens] the sequence of each token
     std::vector<AttentionTask> tasks_;
-    std::vector<int64_t> place_;  // [num_rows] index in batch.logits of a row that returns all logits, else -1
+    std::vector<int64_t> logits_index_;  // [num_rows] index in batch.logits of a row that returns all logits, else -1
     Candidates candidates_;       // of the other rows
     std::atomic<int64_t> next_row_{0};  // next row to look at for tokens that are drawn from all logits
     std::vector<LoraToken> tokens_;              // [num_tokens]; empty if the step has no adapter
