@@ -1,5 +1,6 @@
-"""Limits of this process's control groups (version 2 or 1) and of its own resources."""
+"""Memory of this machine, and limits of this process's control groups (version 2 or 1) and of its own resources."""
 
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,22 @@ def memory_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
             if known and used.isdigit() and min(known) < _UNLIMITED_BYTES:
                 found.append((min(known), max(0, int(used) - _number(group / "memory.stat", files))))
     return found
+
+
+def memory_bytes() -> int:
+    """Memory of this machine, or what its control groups may use of it."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([whole, *(limit for limit, _used in memory_limits())])
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without swapping: of the machine, or what limits leave this process if that is less."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    left = memory_left()
+    return free if left is None else min(free, left)
 
 
 def memory_left() -> int | None:

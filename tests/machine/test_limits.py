@@ -9,7 +9,6 @@ import pytest
 
 from kvloom import limits
 from kvloom.limits import memory_left, memory_limit
-from kvloom.rank import machine
 
 GIB = 1 << 30
 
@@ -53,7 +52,7 @@ def test_files_that_were_read_and_can_go_are_not_in_use(root):
 @pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
 def test_resource_limits_of_the_process_count(kind):
     program = (
-        "import resource; from kvloom.rank.machine import available_bytes\n"
+        "import resource; from kvloom.limits import available_bytes\n"
         f"resource.setrlimit(resource.{kind}, ({GIB}, {GIB}))\n"
         "print(available_bytes())"
     )
@@ -67,4 +66,4 @@ def test_what_a_group_leaves_bounds_what_is_available(limit, used, left, monkeyp
     monkeypatch.setattr(resource, "getrlimit", lambda _kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert memory_left() == left
     monkeypatch.setattr(limits, "memory_limit", lambda: (4096, 0))
-    assert machine.available_bytes() == 4096
+    assert limits.available_bytes() == 4096

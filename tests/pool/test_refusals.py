@@ -18,6 +18,7 @@ from kvloom.pool import agent as agents
 from kvloom.pool import session as sessions
 from kvloom.pool.auth import new_credential
 from kvloom.pool.metrics import render
+from kvloom.pool.storage import headroom
 from kvloom.pool.storage.budget import Refusal
 from kvloom.pool.storage.counts import Denial
 from tests.support.pool.agents import SECRET, running_agent
@@ -74,14 +75,18 @@ def test_what_a_session_is_refused_is_counted_for_its_tenant(monkeypatch):
         def no_memory(*_arguments: object, **_options: object) -> None:
             raise OSError("none")
 
+        with monkeypatch.context() as patch:
+            patch.setattr(headroom, "available_bytes", lambda: headroom.memory_bytes() // headroom.STAGING_SHARE)
+            assert "no memory for a staging area: of " in refused(other, m.Arena(4096, 4096))
+        monkeypatch.setattr(agent.node.staging.headroom, "_refused_until_s", 0.0)
         monkeypatch.setattr(sessions, "SharedMemory", no_memory)
-        assert "no memory" in refused(other, m.Arena(4096, 4096))
+        assert "no memory for a staging area: none" in refused(other, m.Arena(4096, 4096))
         assert other.call(m.Reserve(key_of(1), [4096]), soon()).statuses == bytes([m.Status.NO_ROOM])
         with pytest.raises(ConnectionError):
             other.call(m.Count(1), soon())
         until(lambda: ("default", "malformed") in counted(agent, "denied"))
         causes = {cause: count for (_tenant, cause), count in counted(agent, "denied").items()}
-        assert causes == {"invalid": 4, "staging": 1, "no_memory": 1, "not_direct": 1, "malformed": 1}
+        assert causes == {"invalid": 4, "staging": 1, "no_memory": 2, "not_direct": 1, "malformed": 1}
         assert agent.node.counts["sessions_broken"] == 0
         assert counted(agent, "refused") == {}
 

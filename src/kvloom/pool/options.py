@@ -1,6 +1,5 @@
 """The command line of the node agent: its options, and the AgentConfig they make."""
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from ems.common.sockets import serving_path
-from kvloom.limits import memory_limits
+from kvloom.limits import memory_bytes
 from kvloom.net.sites import checked_hosts
 from kvloom.pool.cluster.tls_options import tls_from
 from kvloom.pool.config import (
@@ -28,12 +27,6 @@ from kvloom.pool.storage.evict import ORDERS
 from kvloom.reading import read_text
 
 T = TypeVar("T")
-
-
-def memory_bytes() -> int:
-    """Memory of this machine, or what its container may use of it."""
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([whole, *(limit for limit, _used in memory_limits())])
 
 
 def read_by(parse: Callable[[str], T]) -> Callable[[Any], T]:

@@ -214,6 +214,7 @@ class ClientSession:
             text = f"all {staging.total_bytes} bytes of staging memory are in use; see the agent's --staging"
             raise Refused(EmsErrorCode.EMS_IO_TIMEOUT, text, Denial.STAGING)
         try:
+            self._node.staging.headroom.require(taken)
             self._arena = SharedMemory("ems-arena", taken, is_sealed=False)
         except OSError as error:
             staging.give_back(taken)

@@ -3,6 +3,8 @@
 import threading
 import time
 
+from kvloom.pool.storage.headroom import STAGING_SHARE, Headroom
+
 _SHARE = 32  # a session gets at most 1 / it of what is left, so that a hundred others find some too;
 _BLOCKS, _SHARE_OF_BLOCKS = 4, 16  # or so many blocks, if they are 1 / it of that: fewer would wait for each other
 
@@ -12,6 +14,7 @@ class Staging:
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
+        self.headroom = Headroom(STAGING_SHARE)
         self.used_bytes = 0
         self._changed = threading.Condition()
 

@@ -16,12 +16,13 @@ from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError, OutOfMemory
 from kvloom.contract.messages import Progress
 from kvloom.contract.tokenizer import Tokenizer
+from kvloom.limits import available_bytes
 from kvloom.rank.grammar.guides import Guides
 from kvloom.rank.kernels.backend import Backend
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions, check_kernels
 from kvloom.rank.kernels.kept import kept_weights
 from kvloom.rank.kernels.packed import Packed
-from kvloom.rank.machine import available_bytes, explain_oom
+from kvloom.rank.machine import explain_oom
 from kvloom.rank.parallel.shard import shard_spec
 from kvloom.rank.runner import ModelFacts, ModelRunner
 

@@ -1,14 +1,11 @@
-"""Memory of this machine, and the message when it was not enough."""
+"""The message when memory was not enough, and memory that goes back to the system."""
 
 import contextlib
 import ctypes
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from kvloom.contract.errors import OutOfMemory
-from kvloom.limits import memory_left
 
 _NO_MEMORY = re.compile("not enough memory|out of memory|Cannot allocate memory", re.IGNORECASE)
 
@@ -36,13 +33,3 @@ def trim_heap() -> None:
     """Return freed memory to the system where the C library can (glibc): loading leaves tens of MB."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def available_bytes() -> int:
-    """Memory that can be taken without swapping: of the machine, or what limits leave this process if that is less."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    left = memory_left()
-    return free if left is None else min(free, left)

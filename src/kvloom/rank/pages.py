@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvloom.contract.capacity import Ahead
-from kvloom.rank.machine import available_bytes
+from kvloom.limits import available_bytes
 
 _MADV_DONTNEED, _MADV_REMOVE = 4, 9  # for private and for shared memory; the other one fails
 _MADV_POPULATE_WRITE = 23  # Linux 5.14

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from ems.wire.messages import Status
+from kvloom.pool.storage import headroom
 from kvloom.pool.storage.allocator import slot_bytes
 from kvloom.pool.storage.budget import Budget
 from kvloom.pool.storage.entries import Geometry, NoRoom, Reservation, Written
@@ -202,4 +203,32 @@ def test_a_segment_that_leaves_waits_for_its_readers_and_writers():
     assert (pool.num_given_back, pool.usage()["capacity_bytes"], pool.segment_fd(0)) == (1, 0, None)
     assert pool.missing([put(pool, 50)]) == []
     assert pool.locate(pool.pin_each([(50).to_bytes(32, "big")])[0].offset)[0] == 1, "numbers are not used again"
+    pool.close()
+
+
+def test_a_pool_leaves_the_machine_its_last_memory_and_goes_on_with_what_it_has(monkeypatch, caplog):
+    """Beyond its headroom it evicts its own blocks instead of taking memory, and grows once there is some again."""
+    budget = Budget(8 * SLAB)
+    budget.set_limits("t", 0, 8 * SLAB)
+    pool = open_pool("t", PoolOptions(budget, Geometry(1 << 17, SLAB), 0.25, "s3fifo"))
+    available = headroom.memory_bytes() // headroom.POOL_SHARE + 2 * SLAB
+
+    def left() -> int:
+        """Called when the budget has the next slab already."""
+        return available - (budget._shares["t"].used - SLAB)
+
+    monkeypatch.setattr(headroom, "available_bytes", left)
+    pool.warm()
+    assert pool.usage()["capacity_bytes"] == 2 * SLAB
+    keys = fill(pool, range(32), 8192)
+    assert pool.usage()["capacity_bytes"] == 2 * SLAB
+    assert 0 < len(keys) - len(pool.missing(keys)) <= 16
+    assert pool.missing(keys[-4:]) == []
+    assert ["stay free" in record.getMessage() for record in caplog.records] == [True], "said once"
+    available += 4 * SLAB
+    monkeypatch.setattr(headroom, "_AGAIN_S", -1.0)
+    monkeypatch.setattr(budget.headroom, "_refused_until_s", 0.0)
+    fill(pool, range(100, 164), 8192)
+    assert pool.usage()["capacity_bytes"] == 6 * SLAB
+    pool.check()
     pool.close()

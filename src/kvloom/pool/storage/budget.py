@@ -10,6 +10,8 @@ import threading
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvloom.pool.storage.headroom import POOL_SHARE, Headroom
+
 PAGE_BYTES = 4096  # memory is given out in whole pages
 
 
@@ -44,6 +46,7 @@ class Budget:
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
+        self.headroom = Headroom(POOL_SHARE)
         self._shares: dict[str, _Share] = {}
         self._lock = threading.Lock()
         self.version = ctypes.c_uint64()  # incremented when limits change or memory becomes free; C++ reads it

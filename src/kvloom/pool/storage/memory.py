@@ -12,7 +12,7 @@ from ems.runs import Bytes
 from kvloom.pool.storage.allocator import SlabAllocator
 from kvloom.pool.storage.budget import Budget
 from kvloom.pool.storage.entries import Entry, Geometry
-from kvloom.pool.storage.segments import SharedMemory
+from kvloom.pool.storage.segments import SharedMemory, take_slab
 
 _MARGIN = 15 / 16  # a class takes another one's slab when that is worth less than this fraction of its own memory
 
@@ -142,10 +142,8 @@ class TenantMemory:
         if not size:
             return False
         try:
-            if not missing and self._allocator.num_slabs == len(self._segments) * self._slabs_a_segment:
-                geometry = self._geometry
-                is_sealed, has_huge_pages = geometry.is_sealed, geometry.has_huge_pages
-                self._segments.append(SharedMemory("ems-pool", geometry.segment_bytes, is_sealed, has_huge_pages))
+            is_first = not missing and self._allocator.num_slabs == len(self._segments) * self._slabs_a_segment
+            take_slab(self._segments, is_first, size, self._geometry, self._budget.headroom)
         except BaseException:
             self._budget.give_back(self._tenant, size)
             raise

@@ -11,6 +11,8 @@ import os
 
 from ems.common.memory import HUGE_PAGE_BYTES, advise, map_shared
 from ems.runs import Bytes
+from kvloom.pool.storage.entries import Geometry
+from kvloom.pool.storage.headroom import Headroom
 
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; not in Python's fcntl
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
@@ -71,6 +73,28 @@ class SharedMemory:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def take_slab(
+    segments: list[SharedMemory | None], is_first: bool, size: int, geometry: Geometry, headroom: Headroom
+) -> SharedMemory | None:
+    """The segment of a slab of `size` bytes: the last of `segments`, or, for the first slab of one, a new one, which is
+    appended. Raises OSError when the system has no memory, or would have too little for others.
+    """
+    if not is_first:
+        segment = segments[-1]
+    else:
+        segment = SharedMemory("ems-pool", geometry.segment_bytes, geometry.is_sealed, geometry.has_huge_pages)
+    if segment is not None and not segment.is_reserved:
+        try:
+            headroom.require(size)
+        except OSError:
+            if is_first:
+                segment.close()
+            raise
+    if is_first:
+        segments.append(segment)
+    return segment
 
 
 def _ordinary(name: str, size: int) -> tuple[int, Bytes]:

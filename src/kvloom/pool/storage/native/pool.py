@@ -26,7 +26,7 @@ from kvloom.pool.storage.native.held import HeldBlocks, NativeArrival, NativeBlo
 from kvloom.pool.storage.native.serving import Asks, NativeServing, Tally, callbacks
 from kvloom.pool.storage.passing import Announced
 from kvloom.pool.storage.pool import Batch, Pool, Refused, Saved, Terms
-from kvloom.pool.storage.segments import SharedMemory
+from kvloom.pool.storage.segments import SharedMemory, take_slab
 from kvloom.pool.storage.spans import Spans
 
 log = logging.getLogger(__name__)
@@ -324,16 +324,14 @@ class NativePool(Pool):
         size = self._budget.take(self.tenant, usage.num_missing or geometry.slab_bytes)
         if not size:
             return False
-        address = None
         slabs_a_segment = geometry.segment_bytes // geometry.slab_bytes
-        if not usage.num_missing and usage.num_slabs == len(self._segments) * slabs_a_segment:
-            try:
-                segment = SharedMemory("ems-pool", geometry.segment_bytes, geometry.is_sealed, geometry.has_huge_pages)
-            except BaseException:
-                self._budget.give_back(self.tenant, size)
-                raise
-            self._segments.append(segment)
-            address = address_of(segment.data)
+        is_first = not usage.num_missing and usage.num_slabs == len(self._segments) * slabs_a_segment
+        try:
+            segment = take_slab(self._segments, is_first, size, geometry, self._budget.headroom)
+        except BaseException:
+            self._budget.give_back(self.tenant, size)
+            raise
+        address = address_of(segment.data) if is_first and segment is not None else None
         self._short.pool_grow(self.handle, size, address)
         return True
 
