@@ -177,6 +177,7 @@ def cut(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
 
 STACK = "model.layers.1.block_sparse_moe.input_linear"
 BAD: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("mixtral", None, {"num_local_experts": None}, "num_local_experts or num_experts is missing"),
     ("mixtral", None, {"num_local_experts": 0}, "num_local_experts must be a positive whole number, got 0"),
     ("mixtral", None, {"num_local_experts": 1 << 30}, "num_local_experts is 1073741824 in each of 2 layers, more than"),
     ("mixtral", None, {"num_local_experts": "5"}, "num_local_experts must be a positive whole number, got '5'"),

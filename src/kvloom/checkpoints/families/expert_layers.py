@@ -24,10 +24,12 @@ class Mixture:
 
 
 def experts_of(config: Mapping[str, Any], mixture: Mixture, num_layers: int) -> Experts | None:
-    """None where the configuration has none. Raises ModelError that names the key."""
+    """None for a dense model of a family that has both kinds. Raises ModelError that names the key."""
     key = next((key for key in _COUNTS if config.get(key) is not None), None)
-    if key is None or (mixture.is_optional and config[key] == 0):
+    if mixture.is_optional and (key is None or config[key] == 0):
         return None
+    if key is None:
+        raise ModelError(f"configuration: {' or '.join(_COUNTS)} is missing")
     number, per_token = count(config, key), count(config, "num_experts_per_tok")
     if number * num_layers > MOST_EXPERTS:
         raise ModelError(f"configuration: {key} is {number} in each of {num_layers} layers, more than {MOST_EXPERTS}")
