@@ -24,6 +24,7 @@ class Ahead(NamedTuple):
 
 GIB = 1 << 30
 SHARE = 0.8  # of what the weights leave; the rest is a reserve for activations, sampling and other programs
+WORKING_BYTES = 128 << 20  # of the server, which still starts, and of steps: where they share the cache's memory
 AUTO_MAX_CPU_BYTES = 2 * GIB  # default, where the cache shares its memory with the rest of the machine
 AHEAD = Ahead(16 << 20, 256 << 20, 512 << 20)
 AUTO_MAX_HOST_BYTES = 5 * GIB  # default, of the host pool for swapped-out sequences
@@ -96,6 +97,11 @@ class Machine:
     free_host_bytes: int
     is_shared: bool
 
+    @property
+    def working_bytes(self) -> int:
+        """Kept free beside weights and cache where sizes are automatic."""
+        return WORKING_BYTES if self.is_shared else 0
+
 
 @dataclass(frozen=True, slots=True)
 class CapacityRequest:
@@ -108,13 +114,20 @@ class CapacityRequest:
     max_seq_len: int  # tokens; one such sequence must fit
     max_batch: int  # blocks beyond this many such sequences would be useless
 
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the device's pool is measured."""
+        return self.num_blocks is None and self.kv_cache_bytes is None
+
 
 def plan_pools(wanted: CapacityRequest, shape: CacheShape, machine: Machine, weight_bytes: int) -> Pools:
     """Sizes of both pools. Raises OutOfMemory, one sentence that says which number to lower and to what."""
     left = machine.free_bytes - weight_bytes // shape.world_size
-    if left < shape.block_bytes:
+    working = machine.working_bytes if wanted.is_automatic else 0
+    if left - working < shape.block_bytes:
+        more = f" and work {_gb(working)}" if working else ""
         raise OutOfMemory(
-            f"out of memory: {_gb(machine.free_bytes)} are free and the weights take {_gb(weight_bytes)}; "
+            f"out of memory: {_gb(machine.free_bytes)} are free, the weights take {_gb(weight_bytes)}{more}; "
             "take a smaller model or a smaller weight_format"
         )
     num_blocks = _device_blocks(wanted, shape, machine, weight_bytes)
@@ -139,8 +152,9 @@ def _device_blocks(wanted: CapacityRequest, shape: CacheShape, machine: Machine,
                 f"max_seq_len {wanted.max_seq_len}; lower max_seq_len or give at least {per_seq * block_bytes}"
             )
         return min(num_blocks, per_seq * wanted.max_batch)
-    budget = cache_bytes(machine.free_bytes, weight_bytes, shape.world_size)
+    budget = cache_bytes(machine.free_bytes, weight_bytes, shape.world_size, machine.working_bytes)
     budget = min(budget, AUTO_MAX_CPU_BYTES) if machine.is_shared else budget
+    left -= machine.working_bytes
     _refuse("max_seq_len", per_seq * block_bytes, left, f"{left // block_bytes * shape.block_size} tokens")
     return max(per_seq, min(total_blocks(budget, shape), per_seq * wanted.max_batch))
 

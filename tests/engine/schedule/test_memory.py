@@ -80,7 +80,8 @@ def test_automatic_pools_hold_a_sequence_and_fit_or_say_what_to_lower(
 ):
     machine = Machine(free, free if is_shared else host, is_shared)
     asked = wish(host_cache_bytes=None, max_seq_len=max_seq_len, max_batch=max_batch)
-    if -(-max_seq_len // 16) * SMALL.block_bytes > free - weights:
+    left = free - weights - machine.working_bytes
+    if -(-max_seq_len // 16) * SMALL.block_bytes > left:
         with pytest.raises(ModelError, match=r"max_seq_len|smaller model"):
             plan_pools(asked, SMALL, machine, weights)
         return
@@ -88,6 +89,7 @@ def test_automatic_pools_hold_a_sequence_and_fit_or_say_what_to_lower(
     per_seq = -(-max_seq_len // 16)
     assert per_seq <= pools.num_blocks <= per_seq * max_batch
     device, second = pools.num_blocks * SMALL.block_bytes, pools.num_host_blocks * SMALL.block_bytes
+    assert device <= left
     assert device + weights + (second if is_shared else 0) <= free
     assert is_shared or second <= host * SHARE
     assert device <= max(per_seq * SMALL.block_bytes, int((free - weights) * SHARE))
@@ -110,7 +112,7 @@ def test_sizes_that_are_given_are_taken():
         ({"kv_cache_bytes": 5 * GIB}, r"lower kv_cache_bytes \(npuMemSize\) to at most 2.40 GB"),
         ({"kv_cache_bytes": 9 * 2**14}, "hold 144 tokens, fewer than max_seq_len 160; lower max_seq_len"),
         ({"num_blocks": 10**6}, "lower num_blocks to at most 196608"),
-        ({"max_seq_len": 10**7}, "lower max_seq_len to at most 3145728 tokens"),
+        ({"max_seq_len": 10**7}, "lower max_seq_len to at most 3014656 tokens"),
         ({"host_cache_bytes": 4 * GIB}, r"lower host_cache_bytes \(cpuMemSize\) to at most 2.40 GB"),
         ({"num_host_blocks": 10**6}, "lower num_host_blocks to at most"),
     ],
