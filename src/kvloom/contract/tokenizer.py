@@ -10,22 +10,53 @@ class Tokenizer(Protocol):
     """Ids are 0 .. vocab_size - 1."""
 
     @property
-    def eos_ids(self) -> Set[int]: ...
+    def eos_ids(self) -> Set[int]:
+        """Tokens that end an answer; may be empty."""
+
     @property
-    def bos_id(self) -> int | None: ...
+    def bos_id(self) -> int | None:
+        """The token that begins a text; None without one."""
+
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Number of ids, those of added tokens included."""
+
     @property
-    def special_texts(self) -> frozenset[str]: ...
-    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]: ...
-    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]: ...
+    def special_texts(self) -> frozenset[str]:
+        """The literal texts of all special tokens."""
+
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a text. With `max_tokens`, encoding may stop early: then more than `max_tokens` ids are
+        returned.
+        """
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Token ids of two texts together, and the index where the second one begins."""
+
     def encode_marked(
         self, text: str, marks: Mapping[str, str], add_special_tokens: bool = True, max_tokens: int | None = None
-    ) -> list[int]: ...
-    def least_tokens(self, text: str) -> int: ...
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
-    def token_bytes(self, token_id: int) -> bytes: ...
-    def token_text(self, token_id: int) -> str: ...
-    def is_special(self, token_id: int) -> bool: ...
-    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> str: ...
-    def chat_template(self, has_tools: bool = False) -> str: ...
+    ) -> list[int]:
+        """As `encode`, with each character of `marks` replaced by the text that it stands for, never as a special
+        token.
+        """
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of the number of tokens, found without tokenising; 0 where none is guaranteed."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token contributes to the text; of a special token its literal text."""
+
+    def token_text(self, token_id: int) -> str:
+        """The token as the vocabulary spells it; "" for an id outside of it."""
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is a special one."""
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+        """A conversation as the model's prompt. Raises BadRequest when the template refuses it or there is none."""
+
+    def chat_template(self, has_tools: bool = False) -> str:
+        """The source of the template, of the one for tools if `has_tools`; "" when there is none."""

@@ -4,6 +4,8 @@ from enum import Enum, IntEnum
 
 
 class Code(Enum):
+    """Code of a Status (spec 3.3.1.2.7)."""
+
     OK = 0
     ERROR = 1
     INVALID_ARG = 2
@@ -36,12 +38,16 @@ class InferResponseEndFlag(IntEnum):
 
 
 class MemoryType(IntEnum):
+    """Memory that holds a tensor (LLM_ENGINE_MemoryType)."""
+
     LLMENGINE_MEMORY_CPU = 0
     LLMENGINE_MEMORY_CPU_PINNED = 1
     LLMENGINE_MEMORY_GPU = 2
 
 
 class ParameterType(IntEnum):
+    """Type of a request parameter (LLM_ENGINE_ParameterType)."""
+
     LLM_ENGINE_PARAMETER_STRING = 0
     LLM_ENGINE_PARAMETER_INT = 1
     LLM_ENGINE_PARAMETER_BOOL = 2
@@ -85,12 +91,15 @@ class Error:
         self._code, self._message = code, msg
 
     def error_code(self) -> _Code:
+        """The code; OK when nothing failed."""
         return self._code
 
     def message(self) -> str:
+        """The message without the code; "" when there is none."""
         return self._message
 
     def is_ok(self) -> bool:
+        """Whether the code is OK."""
         return self._code is Code.OK
 
     def to_string(self) -> str:
@@ -99,6 +108,7 @@ class Error:
 
     @staticmethod
     def code_to_string(code: _Code) -> str:
+        """The code in words, with a colon: "Not found:"."""
         return _CODE_TEXT[code]
 
     __str__ = to_string
@@ -113,12 +123,15 @@ class Status:
         self._error = code if isinstance(code, Error) else Error(code, msg)
 
     def is_ok(self) -> bool:
+        """Whether the call succeeded."""
         return self._error.is_ok()
 
     def status_code(self) -> _Code:
+        """The code of the result."""
         return self._error.error_code()
 
     def status_msg(self) -> str:
+        """What failed, and why; "" for a call that succeeded."""
         return self._error.message()
 
     def __eq__(self, other: object) -> bool:

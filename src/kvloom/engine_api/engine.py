@@ -132,6 +132,7 @@ class InferenceEngine:
             return OK, len(self._live)
 
     def get_max_batch_size(self) -> tuple[Status, int]:
+        """Sequences of a batch at most (maxBatchSize); 0 and a failed status before `init`."""
         with self._lock:
             if self._engine is None:
                 return _not_ready(), 0

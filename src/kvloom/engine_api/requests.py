@@ -41,6 +41,7 @@ class RequestId:
         return self
 
     def type(self) -> _DataType:
+        """Whether the id is a text or a number."""
         return DataType.STRING if isinstance(self._value, str) else DataType.UINT64
 
     def string_value(self) -> str:
@@ -162,6 +163,7 @@ class InferenceResponse:
         return self._flag is not InferResponseEndFlag.INFER_RESPONSE_CONTINUE
 
     def get_flags(self) -> InferResponseEndFlag:
+        """Whether the request continues, or how it ended."""
         return self._flag
 
     def immutable_output(self, name: str) -> tuple[Status, _Output | None]:
@@ -171,6 +173,7 @@ class InferenceResponse:
         return OK, self._outputs[name]
 
     def get_request_id(self) -> RequestId:
+        """The id of the request that this answers."""
         return self._request_id
 
     IsEOS, GetFlags, ImmutableOutput, GetRequestId = is_eos, get_flags, immutable_output, get_request_id
@@ -210,6 +213,7 @@ class InferenceRequest:
         return self.add_original_input(*args)
 
     def remove_original_input(self, name: str) -> Status:
+        """Drop the input tensor of that name. NOT_FOUND when there is none."""
         if self._inputs.pop(name, None) is None:
             return Status(Code.NOT_FOUND, f"no input {name!r}")
         return OK
@@ -243,6 +247,7 @@ class InferenceRequest:
         return True
 
     def get_request_id(self) -> RequestId:
+        """The id that the request was made with."""
         return self._id
 
     def get_sampling_params(self) -> SamplingParams:
@@ -250,9 +255,11 @@ class InferenceRequest:
         return replace(self._sampling or GREEDY)
 
     def set_sampling_params(self, params: SamplingParams) -> None:
+        """Set the sampling parameters, by copying; they are checked when the request is handed over."""
         self._sampling = replace(params)
 
     def has_sampling(self) -> bool:
+        """Whether sampling parameters were set."""
         return self._sampling is not None
 
     def set_send_response_callback(self, callback: SendResponseCallback) -> None:
@@ -266,9 +273,11 @@ class InferenceRequest:
         self._text = text
 
     def get_input_text(self) -> str:
+        """The prompt that was set as text; "" when there is none."""
         return self._text or ""
 
     def is_input_text(self) -> bool:
+        """Whether the prompt was set as text."""
         return self._text is not None
 
     def get_request_inner(self, encoder: Tokenizer | None = None) -> engine_request.Request:

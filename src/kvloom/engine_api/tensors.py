@@ -48,15 +48,19 @@ class Tensor:
         self._buffer: Array = np.empty(0, _NUMPY[datatype])
 
     def name(self) -> str:
+        """INPUT_IDS, OUTPUT_IDS or the name that was given."""
         return self._name
 
     def dtype(self) -> TensorType:
+        """Type of the elements."""
         return self._datatype
 
     def shape(self) -> list[int]:
+        """Sizes of all dimensions, each at least 1."""
         return list(self._shape)
 
     def dim_count(self) -> int:
+        """Number of dimensions."""
         return len(self._shape)
 
     def buffer(self) -> Array:
@@ -71,6 +75,8 @@ class Tensor:
 
 
 class Input(Tensor):
+    """A tensor of a request: allocate it, then fill `buffer`."""
+
     def allocate(self, size: int) -> Status:
         """Create a zeroed buffer of `size` bytes: the size of the shape, or for TYPE_STRING any number of bytes."""
         item_bytes = self._buffer.itemsize

@@ -16,4 +16,5 @@ class Log:
             self._logger.setLevel(level)
 
     def getlog(self) -> logging.Logger:
+        """The logger of the standard library."""
         return self._logger

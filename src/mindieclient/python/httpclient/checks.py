@@ -38,6 +38,7 @@ def _check_name(argument: str, value: object) -> None:
 
 
 def check_request_id(value: object, *, optional: bool) -> str:
+    """A request id of 1 to 256 letters, digits, "-" or "_"; may be "" if `optional`. Raises MindIEClientException."""
     if optional and value == "":
         return ""
     if not isinstance(value, str) or not _REQUEST_ID.fullmatch(value):
@@ -46,16 +47,19 @@ def check_request_id(value: object, *, optional: bool) -> str:
 
 
 def check_prompt(value: object) -> str:
+    """A prompt that is not empty. Raises MindIEClientException."""
     if not isinstance(value, str) or not value:
         raise MindIEClientException("prompt must be a string that is not empty")
     return value
 
 
 def check_positive(argument: str, value: object) -> float:
+    """A finite number above 0. Raises MindIEClientException that names the argument."""
     return _real(argument, value, above=0.0, most=math.inf)
 
 
 def check_count(argument: str, value: object, least: int, most: int) -> int:
+    """An integer from `least` to `most`. Raises MindIEClientException that names the argument."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
         raise MindIEClientException(f"{argument} must be an integer in [{least}, {most}]: {value!r}")
     return int(value)

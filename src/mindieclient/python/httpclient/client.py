@@ -85,24 +85,31 @@ class MindIEHTTPClient:
         self._control.close()
 
     def is_server_live(self) -> bool:
+        """Whether the server lives; False also when nobody listens. Raises MindIEClientException for other failures."""
         return self._is_well("/v2/health/live")
 
     def is_server_ready(self) -> bool:
+        """Whether the server can serve all its models; False and raises as `is_server_live`."""
         return self._is_well("/v2/health/ready")
 
     def is_model_ready(self, model_name: str, model_version: str = "") -> bool:
+        """Whether a model can be served; False and raises as `is_server_live`."""
         return self._is_well(f"{checks.check_model(model_name, model_version)}/ready")
 
     def get_server_metadata(self) -> dict[str, Any]:
+        """The server's name, version and extensions. Raises MindIEClientException."""
         return self._query("/v2")
 
     def get_model_metadata(self, model_name: str, model_version: str = "") -> dict[str, Any]:
+        """A model's name, versions, inputs and outputs. Raises MindIEClientException."""
         return self._query(checks.check_model(model_name, model_version))
 
     def get_model_config(self, model_name: str, model_version: str = "") -> dict[str, Any]:
+        """A model's limits, as the server has them. Raises MindIEClientException."""
         return self._query(f"{checks.check_model(model_name, model_version)}/config")
 
     def get_slot_count(self, model_name: str, model_version: str = "") -> Result:
+        """Slots of the running batch, total and free. Raises MindIEClientException."""
         return Result(self._query(f"{checks.check_model(model_name, model_version)}/getSlotCount"), self._verbose)
 
     def infer(

@@ -26,6 +26,8 @@ class Unreachable(MindIEClientException):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
+    """A server, and how it is reached. Times in seconds."""
+
     url: httpx.URL
     context: ssl.SSLContext | None  # None over plain http
     network_timeout_s: float
@@ -46,6 +48,7 @@ class Endpoint:
 
 
 def checked_url(url: object, enable_ssl: bool) -> httpx.URL:
+    """The URL, of scheme, host and port alone. Raises MindIEClientException."""
     if not isinstance(url, str):
         raise MindIEClientException("url must be a string")
     try:

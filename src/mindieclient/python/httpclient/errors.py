@@ -6,9 +6,12 @@ It is raised for every error (arguments, network, TLS, the server's answers), so
 
 
 class MindIEClientException(Exception):
+    """What failed, in one sentence."""
+
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self._message = message
 
     def get_message(self) -> str:
+        """The sentence."""
         return self._message

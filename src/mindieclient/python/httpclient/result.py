@@ -48,9 +48,11 @@ class Result:
         return f"Result({self._response!r}, is_success={self._is_success})"
 
     def get_response(self) -> dict[str, Any]:
+        """The whole JSON object."""
         return self._response
 
     def retrieve_output_index_to_numpy(self, index: int) -> NDArray[Any]:
+        """The output of that index, in its shape and type. Raises MindIEClientException when there is none."""
         outputs = self._outputs()
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(outputs):
             raise MindIEClientException(f"index must be an integer in [0, {len(outputs)}), the outputs: {index!r}")

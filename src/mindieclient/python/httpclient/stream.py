@@ -16,6 +16,8 @@ _FIELDS_WITHOUT_TEXT = (b"event:", b"id:", b"retry:", b":")
 
 
 class EventReader:
+    """Reads the events of one answer, cut into pieces anywhere. Raises MindIEClientException for a failed request."""
+
     def __init__(self) -> None:
         self._tail = b""
 

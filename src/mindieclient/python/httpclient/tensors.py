@@ -26,9 +26,11 @@ class Input:
         self._tensor: NDArray[np.uint32] | None = None
 
     def get_input_name(self) -> str:
+        """The name that the request sends."""
         return self._name
 
     def get_input_shape(self) -> list[int]:
+        """[1, n], n the number of tokens."""
         return list(self._shape)
 
     def set_input_shape(self, shape: Shape) -> None:
@@ -38,6 +40,7 @@ class Input:
             self._tensor = None
 
     def get_input_data_type(self) -> str:
+        """ "UINT32"."""
         return DATATYPE
 
     def initialize_data(self, input_tensor: NDArray[np.uint32]) -> None:
@@ -57,10 +60,13 @@ class Input:
 
 
 class RequestedOutput:
+    """An output that a request asks for by name."""
+
     def __init__(self, name: str) -> None:
         self._name = _tensor_name(name)
 
     def get_output_name(self) -> str:
+        """The name that the request sends."""
         return self._name
 
     def get_output_tensor(self) -> dict[str, str]:
