@@ -33,10 +33,11 @@ from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 
 PORT = 8113
 LENGTH, STEP_ROWS, BLOCK = 128, 512, 16
-CACHE_BYTES, LONG = (
-    2 << 30,
+CACHE_BYTES = 2 << 30  # the largest KV cache that a server takes by default
+FILLING, ANSWER = (
     1000,
-)  # the largest KV cache that a server takes by default; tokens of a prompt of the load that fills it
+    16,
+)  # tokens of a prompt and an answer of the load that fills it; a single token may have no text
 
 
 def open_backend(model: str, weight_format: str) -> CpuBackend:
@@ -53,7 +54,7 @@ def filling(backend: CpuBackend) -> Load:
     Where the host reclaims free memory, the first use of a page costs more processor time than the server itself.
     """
     token_bytes = backend.kv_bytes / (backend.num_blocks * backend.block_size)
-    return Load(4, math.ceil(CACHE_BYTES / token_bytes / LONG), LONG, 1)
+    return Load(4, math.ceil(CACHE_BYTES / token_bytes / FILLING), FILLING, ANSWER)
 
 
 def prefill_s(backend: CpuBackend, count: int) -> float:
@@ -103,6 +104,9 @@ def main() -> None:
         server.first_answer_s(target, 300, [1000] * 16)
         for load in (filling(backend), warm_up(Load(max(options.streams), 1, LENGTH, LENGTH))):
             uvloop.run(run(target, load, new_seed()))
+        for streams in options.streams:  # the first use of a page of this process's cache, too
+            prefill_s(backend, 2 * streams)
+            seconds(decode_step(backend, streams), 1)
         for _ in range(options.rounds):
             for streams, rounds in found.items():
                 rounds.append(one_round(backend, target, streams))
