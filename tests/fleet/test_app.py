@@ -25,7 +25,7 @@ def deployments(**args) -> dict:
     [
         ({"replicas": "two"}, "args.replicas: expected `int | null`, got `str`"),
         ({"router": {"policy": "random"}}, "args.router.policy: must be prefix or power-of-two, got 'random'"),
-        ({"model": "/a", "mock": {}}, "args.mock: is for the model without weights: set backend to fake"),
+        ({"model": "/a", "mock": {}}, "args.mock: is for the model without weights: set backend to mock"),
     ],
 )
 def test_what_is_wrong_is_the_whole_message_that_serve_shows(given, problem):

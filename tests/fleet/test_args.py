@@ -107,6 +107,7 @@ def test_a_missing_file_is_told():
     [
         (FleetArgs(model="/a", mock={}), "args.mock: is for the model without weights"),
         (FleetArgs(backend="fake", max_batch=5001), "^args.maxBatch: must be between 1 and 5000, got 5001$"),
+        (FleetArgs(backend="mocck"), "^args.backend: must name a back end that is installed .default, auto, cpu"),
         (FleetArgs(backend="fake", name="a b"), "^args.name: must be 1 to 256 letters, digits, "),
         (FleetArgs(backend="fake", weight_format="w2a2"), '^args.weightFormat: must be one of "auto", "w8a8", '),
     ],
@@ -114,6 +115,13 @@ def test_a_missing_file_is_told():
 def test_what_a_fleet_cannot_do_is_refused_before_ray_is_started(args, problem):
     with pytest.raises(BadRequest, match=problem):
         make_plan(args)
+
+
+@pytest.mark.parametrize(
+    ("given", "backend"), [("mock", "fake"), ("Torch", "reference"), ("default", "auto"), ("atb", "auto")]
+)
+def test_backends_have_the_names_that_kvloom_serve_takes(given, backend):
+    assert make_plan(FleetArgs(model="/a", backend=given)).values["models"][0]["backend"] == backend
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,15 @@ from typing import Any
 from kvloom.contract.errors import BadRequest
 
 BACKENDS = ("auto", "cpu", "reference", "fake")  # of ranks; any other name is a plug-in's
+BACKEND_NAMES = {  # as options and files give them
+    "default": "auto",
+    "auto": "auto",
+    "cpu": "cpu",
+    "torch": "reference",
+    "reference": "reference",
+    "mock": "fake",
+    "fake": "fake",
+}
 POLICIES = (0, 1, 3)
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHT_FORMATS = ("auto", "w8a8", "w4a8", "bf16")

@@ -31,7 +31,9 @@ def run(
     replicas: Annotated[int | None, typer.Option(min=1, help="Engines, each with the whole model.")] = None,
     fleet: Annotated[Path | None, typer.Option(help="A fleet.yaml; the other options override it.")] = None,
     config: Annotated[Path | None, typer.Option(help="A config.json for every replica.")] = None,
-    backend: Annotated[str | None, typer.Option(help="As kvloom serve's.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="As kvloom serve's: auto, cpu, torch, mock or an engine that is installed.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = None,
     cpus: Annotated[float | None, typer.Option(min=0, callback=finite, help="CPUs of a rank, in Ray's books.")] = None,

@@ -16,6 +16,7 @@ from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.messages import RankInfo
 from kvloom.fleet.args import FleetArgs, check_args
 from kvloom.rank.kernels.build import best_isa, cpu_flags, file_name, sums_of
+from kvloom.server.config.backends import backend_of
 from kvloom.server.config.given import check_given
 from kvloom.server.config.settings import ServerConfig, Settings
 from kvloom.server.run.launch import read_settings, resolve_model
@@ -73,7 +74,8 @@ def make_plan(args: FleetArgs, above: str = "args", is_behind_proxy: bool = True
     for name, path in zip(args.__struct_fields__, args.__struct_encode_fields__, strict=True):
         check_given(f"{above}.{path}", name, getattr(args, name))  # fields have the settings' names
     settings = read_settings(Path(args.config) if args.config else None, os.environ)
-    settings.override_model(model=args.model or None, name=args.name, backend=args.backend)
+    backend = None if args.backend is None else _backend(args.backend, f"{above}.backend")
+    settings.override_model(model=args.model or None, name=args.name, backend=backend)
     settings.override_model(weight_format=args.weight_format)
     settings.override(max_seq_len=args.max_seq_len, max_batch=args.max_batch, num_blocks=args.num_blocks)
     settings.override(grace_s=args.grace_s, host=args.host, port=args.port)
@@ -90,8 +92,16 @@ def make_plan(args: FleetArgs, above: str = "args", is_behind_proxy: bool = True
     if not is_behind_proxy and args.ingresses > 1:
         raise BadRequest(f"{above}.ingresses", "must be 1 here: this is one server; `serve deploy` has several")
     if args.mock is not None and config.models[0].engine.backend != "fake":
-        raise BadRequest(f"{above}.mock", "is for the model without weights: set backend to fake")
+        raise BadRequest(f"{above}.mock", "is for the model without weights: set backend to mock")
     return Plan(settings.values, args, version("kvloom"), config.models[0].engine.world_size)
+
+
+def _backend(name: str, path: str) -> str:
+    """EngineConfig.backend of a name as `kvloom serve` takes it. Raises BadRequest that names `path`."""
+    try:
+        return backend_of(name)
+    except BadRequest as error:
+        raise BadRequest(path, error.problem) from None
 
 
 def served_as(config: EngineConfig, adapters: Sequence[str]) -> str:

@@ -40,7 +40,7 @@ def install(prefix: Prefix = DEFAULT_PREFIX, destdir: Destdir = None) -> None:
 @app.command()
 def daemon(
     alias: Annotated[list[str], typer.Option(help="FROM=TO: what stands at a model path; repeat as needed.")] = [],  # noqa: B006
-    backend: Annotated[str, typer.Option(help="Back end of the engine.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, cpu, torch, or mock (no weights).")] = "auto",
     verbose: Annotated[bool, typer.Option("--verbose", "-v")] = False,
 ) -> None:
     """Serve sessions in the foreground, on $GEWU_SOCKET, $XDG_RUNTIME_DIR/gewu.sock or /run/gewu/gewu.sock."""

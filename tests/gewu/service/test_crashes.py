@@ -231,3 +231,10 @@ def test_times_have_bounds(variable: str, text: str):
 def test_no_silence_at_all_would_end_every_model_process():
     with pytest.raises(BadRequest, match=r"GEWU_WORKER_SILENCE_S: .* between 0\.1 and"):
         read_settings({}, environ={"GEWU_WORKER_SILENCE_S": "0"})
+
+
+@pytest.mark.parametrize(("given", "backend"), [("torch", "reference"), ("MOCK", "fake"), ("cpu", "cpu")])
+def test_the_daemons_backends_have_the_names_that_kvloom_serve_takes(given, backend):
+    assert read_settings({}, given, {}).backend == backend
+    with pytest.raises(BadRequest, match=r"backend: must be one of default, auto, cpu, torch, .*, got 'vllm'"):
+        read_settings({}, "vllm", {})

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvloom.contract.config import BACKENDS, MAX_CRASH_PATIENCE_S
+from kvloom.contract.config import BACKEND_NAMES, MAX_CRASH_PATIENCE_S
 from kvloom.contract.errors import BadRequest
 from kvloom.gewu.hosts.fake import FakeSettings
 from kvloom.gewu.service.memory import parse_bytes
@@ -71,8 +71,8 @@ def read_settings(
     aliases: Mapping[str, str], backend: str = "auto", environ: Mapping[str, str] = os.environ
 ) -> Settings:
     """Raises BadRequest that names the wrong variable or option."""
-    if backend not in BACKENDS:
-        raise BadRequest("backend", f"must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend.lower() not in BACKEND_NAMES:
+        raise BadRequest("backend", f"must be one of {', '.join(BACKEND_NAMES)}, got {backend[:40]!r}")
     return Settings(
         find_socket(environ),
         _read(environ, "GEWU_MEM_BUDGET", parse_bytes, None),
@@ -80,7 +80,7 @@ def read_settings(
         _read(environ, "GEWU_WORKER_SILENCE_S", _seconds(_MIN_SILENCE_S, _MAX_IDLE_S), _WORKER_SILENCE_S),
         _read(environ, "GEWU_CRASH_PATIENCE_S", _seconds(0, MAX_CRASH_PATIENCE_S), _CRASH_PATIENCE_S),
         _read(environ, "GEWU_PSI_FILE", Path, _PSI_FILE),
-        backend,
+        BACKEND_NAMES[backend.lower()],
         _read(environ, "GEWU_FAKE_ENGINE", _parse_fake, None),
         aliases,
     )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import cast
 
+from kvloom.contract.config import BACKEND_NAMES
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.server.serving.engine import EngineFactory
 
@@ -16,16 +17,6 @@ GROUP = "kvloom.engines"
 _RANKS = "kvloom.rank.opening:open_engine"
 # kvloom's own entry points
 OWN: Mapping[str, str] = {"cpu": _RANKS, "torch": _RANKS, "mock": _RANKS, "vllm": "kvloom.vllm.opening:open_engine"}
-# a name as it is given, and EngineConfig.backend
-_NAMES: Mapping[str, str] = {
-    "default": "auto",
-    "auto": "auto",
-    "cpu": "cpu",
-    "torch": "reference",
-    "reference": "reference",
-    "mock": "fake",
-    "fake": "fake",
-}
 _OPENED_AS = {"auto": "cpu", "reference": "torch", "fake": "mock"}  # by which of OWN
 # spec table 2-5 and later releases: libraries of Ascend devices; "" is their default
 ELSEWHERE = ("atb", "mindformer", "torchair", "ms")
@@ -38,11 +29,11 @@ def backend_of(name: str) -> str:
     known = name.lower()
     if known in ELSEWHERE or not known:
         return "auto"
-    if known in _NAMES:
-        return _NAMES[known]
+    if known in BACKEND_NAMES:
+        return BACKEND_NAMES[known]
     if known in OWN or known in (others := _others()):
         return known
-    here = ", ".join((*_NAMES, *(own for own in OWN if own not in _NAMES), *sorted(others)))
+    here = ", ".join((*BACKEND_NAMES, *(own for own in OWN if own not in BACKEND_NAMES), *sorted(others)))
     raise BadRequest(
         "", f'must name a back end that is installed ({here}; {", ".join(ELSEWHERE)} or "" count as default), '
         f'got "{name[:40]}"'
@@ -89,7 +80,7 @@ def factory_of(backend: str) -> EngineFactory:
 def _others() -> dict[str, str]:
     """Engines of other installed distributions, by lower-case name; kvloom's own names cannot be taken."""
     found = {point.name.lower(): point.value for point in importlib.metadata.entry_points(group=GROUP)}
-    return {name: value for name, value in sorted(found.items()) if name not in OWN and name not in _NAMES}
+    return {name: value for name, value in sorted(found.items()) if name not in OWN and name not in BACKEND_NAMES}
 
 
 def _one_line(error: Exception) -> str:
