@@ -91,11 +91,14 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Free memory before the weights are loaded, in bytes. is_shared: device and host memory are the same."""
+    """Free memory before the weights are loaded, in bytes. is_shared: device and host memory are the same.
+    num_sharing: see EngineConfig.
+    """
 
     free_bytes: int
     free_host_bytes: int
     is_shared: bool
+    num_sharing: int = 1
 
     @property
     def working_bytes(self) -> int:
@@ -153,7 +156,7 @@ def _device_blocks(wanted: CapacityRequest, shape: CacheShape, machine: Machine,
             )
         return min(num_blocks, per_seq * wanted.max_batch)
     budget = cache_bytes(machine.free_bytes, weight_bytes, shape.world_size, machine.working_bytes)
-    budget = min(budget, AUTO_MAX_CPU_BYTES) if machine.is_shared else budget
+    budget = min(budget // machine.num_sharing, AUTO_MAX_CPU_BYTES) if machine.is_shared else budget
     left -= machine.working_bytes
     _refuse("max_seq_len", per_seq * block_bytes, left, f"{left // block_bytes * shape.block_size} tokens")
     return max(per_seq, min(total_blocks(budget, shape), per_seq * wanted.max_batch))

@@ -197,6 +197,8 @@ def pools_for(config: EngineConfig, backend: str, checkpoint: Checkpoint, max_se
     shape = CacheShape(spec.num_layers, spec.num_kv_heads, head_bytes, block_size, world_size=config.world_size)
     host_bytes = available_bytes() // config.world_size
     is_shared = config.device == "cpu"
+    host_bytes = max(0, host_bytes - config.promised_bytes)
     free_bytes = host_bytes if is_shared else _torch_backend(_needs_torch(config)).device_bytes(config.device)
     weight_bytes = footprint.weight_bytes(config, backend, spec, checkpoint.weights.form)
-    return plan_pools(wanted, shape, Machine(free_bytes, host_bytes, is_shared), weight_bytes)
+    machine = Machine(free_bytes, host_bytes, is_shared, config.num_sharing)
+    return plan_pools(wanted, shape, machine, weight_bytes)

@@ -96,6 +96,23 @@ def test_automatic_pools_hold_a_sequence_and_fit_or_say_what_to_lower(
     assert not is_shared or device <= max(per_seq * SMALL.block_bytes, AUTO_MAX_CPU_BYTES)
 
 
+@given(free=st.integers(0, 12 * GIB), weights=st.integers(0, 4 * GIB), num_models=st.integers(1, 5))
+def test_automatic_pools_of_several_models_fit_together_or_are_refused(free, weights, num_models):
+    """Each is planned before the memory of those before it is taken, but for their weights."""
+    promised, sizes = 0, []
+    for index in range(num_models):
+        left = max(0, free - index * weights - promised)
+        machine = Machine(left, left, True, num_models - index)
+        try:
+            pools = plan_pools(wish(max_seq_len=1000, max_batch=10**4), SMALL, machine, weights)
+        except ModelError:
+            return
+        sizes.append(pools.num_blocks * SMALL.block_bytes)
+        promised += sizes[-1]
+    assert num_models * weights + promised <= free
+    assert sizes[0] <= max(-(-1000 // 16) * SMALL.block_bytes, (free - weights) * SHARE / num_models)
+
+
 def test_sizes_that_are_given_are_taken():
     machine = Machine(4 * GIB, 4 * GIB, is_shared=True)
     found = plan_pools(

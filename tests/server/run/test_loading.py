@@ -17,6 +17,7 @@ import pytest
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError
+from kvloom.contract.messages import RankInfo
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.executor import InProcessExecutor
 from kvloom.engine.thread import EngineThread
@@ -200,6 +201,17 @@ def test_a_model_that_fails_when_nobody_waits_any_more_is_no_mistake_of_the_thre
     assert not found.models.cancel()
     may_fail.set()
     assert str(found.models.exception(timeout=120)) == "its process was ended"
+
+
+def test_models_share_the_memory_that_their_caches_will_take():
+    """Caches get pages as they are used: what is free while a model is opened says little of those opened before."""
+    auto, given = EngineConfig(backend="fake"), EngineConfig(backend="fake", kv_cache_bytes=300, host_cache_bytes=50)
+    elsewhere = EngineConfig(backend="fake", device="cuda:0")
+    info = RankInfo(10, 16, 100, 100, "fake", kv_bytes=1000, num_host_blocks=2)
+    shared = loading.beside(auto, [], [auto, given, elsewhere, auto])
+    assert (shared.promised_bytes, shared.num_sharing) == (350, 3)
+    shared = loading.beside(auto, [(auto, info), (elsewhere, info)], [])
+    assert (shared.promised_bytes, shared.num_sharing) == (1200 + 200, 1)
 
 
 LOADS_FOR_EVER = """

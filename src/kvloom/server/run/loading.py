@@ -7,11 +7,12 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from kvloom.contract.messages import Progress
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.messages import Progress, RankInfo
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.rank.opening import model_tokenizer
 from kvloom.server.config.backends import factory_of
@@ -46,7 +47,7 @@ class Opening(Protocol):
 
 
 class Loading:
-    """Starts at once. Models are opened one after the other, because each one's memory depends on what is free then."""
+    """Starts at once. Models are opened one after the other, because the memory of each depends on the others."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.opened: list[Closing] = []  # so far
@@ -63,7 +64,11 @@ class Loading:
 
     def _run(self) -> None:
         try:
-            models = [self._open(card) for card in self._config.models]
+            models: list[tuple[ModelCard, EngineLike, Tokenizer]] = []
+            for card in self._config.models:
+                opened = [(each.engine, engine.info) for each, engine, _ in models]
+                later = [each.engine for each in self._config.models[len(models) + 1 :]]
+                models.append(self._open(card, beside(card.engine, opened, later)))
             pictures = [(card, self._open_pictures(card)) for card in self._config.pictures]
             self.models.set_result(Loaded(models, pictures))
         except BaseException as error:  # callers that wait will raise it
@@ -82,17 +87,33 @@ class Loading:
         self._keep(painter)
         return painter
 
-    def _open(self, card: ModelCard) -> tuple[ModelCard, EngineLike, Tokenizer]:
+    def _open(self, card: ModelCard, config: EngineConfig) -> tuple[ModelCard, EngineLike, Tokenizer]:
         """Raises ServingError."""
-        load = functools.cache(functools.partial(model_tokenizer, card.engine.model))
+        load = functools.cache(functools.partial(model_tokenizer, config.model))
         with _bar(f"loading {card.name}") as progress:
-            engine = factory_of(card.engine.backend)(card.engine, load, progress)
+            engine = factory_of(config.backend)(config, load, progress)
         self._keep(engine)
         wanted = card.engine.max_seq_len
         if wanted is not None and wanted > engine.max_seq_len:
             longest = engine.max_seq_len
             log.warning("maxSeqLen: %d is lowered to %d, the longest context of %s", wanted, longest, card.name)
         return card.advised(), engine, load()
+
+
+def beside(
+    config: EngineConfig, opened: Sequence[tuple[EngineConfig, RankInfo]], later: Sequence[EngineConfig]
+) -> EngineConfig:
+    """`config` with what other models of the server take of this machine's memory: caches get pages as they are used,
+    so what is free while a model is opened says little of those opened before.
+    """
+    promised = 0
+    for each, info in opened:
+        num_blocks = (info.num_blocks if each.device == "cpu" else 0) + info.num_host_blocks
+        promised += info.kv_bytes // max(1, info.num_blocks) * num_blocks
+    here = [each for each in later if each.device == "cpu"]
+    promised += sum((each.kv_cache_bytes or 0) + (each.host_cache_bytes or 0) for each in here)
+    num_sharing = 1 + sum(each.kv_cache_bytes is None and each.num_blocks is None for each in here)
+    return replace(config, promised_bytes=promised, num_sharing=num_sharing)
 
 
 @contextlib.contextmanager
