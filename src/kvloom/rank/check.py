@@ -1,6 +1,6 @@
 """`python -m kvloom.rank.check`: whether a rank could load the model of the EngineConfig on stdin, without loading it.
 
-Exit code 0, or 1 and one line on stderr.
+Exit code 0, and on stdout the bytes of host memory that its weights and KV pools would take; or 1 and a line on stderr.
 """
 
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvloom.checkpoints import footprint
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ServingError
@@ -15,20 +16,29 @@ from kvloom.rank.loading import BLOCK_SIZE, check_backend, check_device, pools_f
 from kvloom.rank.parallel.shard import shard_spec
 
 
-def check(config: EngineConfig) -> None:
-    """Checks the model's files, the device, how ranks share the heads, and memory. Raises ServingError."""
+def check(config: EngineConfig) -> int:
+    """Checks the model's files, the device, how ranks share the heads, and memory. Returns the bytes of host memory
+    that weights and KV pools of all ranks would take. Raises ServingError.
+    """
     check_device(config.device)
     checkpoint = open_checkpoint(Path(config.model))
     spec = checkpoint.spec
     max_seq_len = min(spec.max_seq_len, config.max_seq_len or spec.max_seq_len)
     shard_spec(spec, config.world_size)
-    pools_for(config, check_backend(config, spec), checkpoint, max_seq_len, config.block_size or BLOCK_SIZE)
+    backend, block_size = check_backend(config, spec), config.block_size or BLOCK_SIZE
+    pools = pools_for(config, backend, checkpoint, max_seq_len, block_size)
+    token_bytes = footprint.kv_token_bytes(config, backend, spec)
+    num_blocks, weight_bytes = pools.num_host_blocks, 0
+    if config.device == "cpu":
+        num_blocks += pools.num_blocks
+        weight_bytes = footprint.weight_bytes(config, backend, spec, checkpoint.weights.form)
+    return weight_bytes + num_blocks * block_size * token_bytes
 
 
 def main() -> None:
     """See the module."""
     try:
-        check(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
+        print(check(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)))
     except ServingError as error:
         print(error, file=sys.stderr)
         sys.exit(1)

@@ -10,9 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
+from kvloom.contract.config import EngineConfig
 from kvloom.server.config.keys import LAYOUT_1
+from kvloom.server.run import preflight
 from kvloom.server.run.config_cli import starting_point
 from kvloom.server.run.daemon import main as daemon_main
+from kvloom.server.run.launch import read_settings
 from kvloom.server.secure.api_keys import hash_key, new_key
 from tests.support.commands import run_cli, run_main
 from tests.support.ports import free_port
@@ -197,3 +200,17 @@ def test_every_key_says_what_it_means():
         return [layout] if not below else [key for item in below for key in keys(item)]
 
     assert all(key.meaning for key in keys(LAYOUT_1))
+
+
+def test_config_check_counts_the_memory_of_the_models_before(tmp_path, monkeypatch):
+    """Each model alone would fit; the second one is checked beside what the first one takes."""
+    seen = []
+
+    def check(name: str, config: EngineConfig) -> int:
+        seen.append((name, config.promised_bytes, config.num_sharing))
+        return 1000
+
+    monkeypatch.setattr(preflight, "_check_model", check)
+    settings = read_settings(install(tmp_path, ("a", "b", "c")), {})
+    assert [str(problem) for problem in preflight.problems(settings)] == []
+    assert seen == [("a", 0, 3), ("b", 1000, 2), ("c", 2000, 1)]

@@ -208,10 +208,11 @@ def test_models_share_the_memory_that_their_caches_will_take():
     auto, given = EngineConfig(backend="fake"), EngineConfig(backend="fake", kv_cache_bytes=300, host_cache_bytes=50)
     elsewhere = EngineConfig(backend="fake", device="cuda:0")
     info = RankInfo(10, 16, 100, 100, "fake", kv_bytes=1000, num_host_blocks=2)
-    shared = loading.beside(auto, [], [auto, given, elsewhere, auto])
-    assert (shared.promised_bytes, shared.num_sharing) == (350, 3)
-    shared = loading.beside(auto, [(auto, info), (elsewhere, info)], [])
-    assert (shared.promised_bytes, shared.num_sharing) == (1200 + 200, 1)
+    shared = loading.beside(auto, 7, [auto, given, elsewhere, auto])
+    assert (shared.promised_bytes, shared.num_sharing) == (7 + 350, 3)
+    shared = loading.beside(given, 7, [auto, given])
+    assert (shared.promised_bytes, shared.num_sharing) == (7, 1), "what is given is given"
+    assert (loading.promise_of(auto, info), loading.promise_of(elsewhere, info)) == (1200, 200)
 
 
 LOADS_FOR_EVER = """

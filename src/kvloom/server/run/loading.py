@@ -66,9 +66,9 @@ class Loading:
         try:
             models: list[tuple[ModelCard, EngineLike, Tokenizer]] = []
             for card in self._config.models:
-                opened = [(each.engine, engine.info) for each, engine, _ in models]
+                promised = sum(promise_of(each.engine, engine.info) for each, engine, _ in models)
                 later = [each.engine for each in self._config.models[len(models) + 1 :]]
-                models.append(self._open(card, beside(card.engine, opened, later)))
+                models.append(self._open(card, beside(card.engine, promised, later)))
             pictures = [(card, self._open_pictures(card)) for card in self._config.pictures]
             self.models.set_result(Loaded(models, pictures))
         except BaseException as error:  # callers that wait will raise it
@@ -100,20 +100,21 @@ class Loading:
         return card.advised(), engine, load()
 
 
-def beside(
-    config: EngineConfig, opened: Sequence[tuple[EngineConfig, RankInfo]], later: Sequence[EngineConfig]
-) -> EngineConfig:
-    """`config` with what other models of the server take of this machine's memory: caches get pages as they are used,
-    so what is free while a model is opened says little of those opened before.
+def promise_of(config: EngineConfig, info: RankInfo) -> int:
+    """Bytes of this machine's memory that the KV pools of an opened model may take: they get pages as they are used."""
+    num_blocks = (info.num_blocks if config.device == "cpu" else 0) + info.num_host_blocks
+    return info.kv_bytes // max(1, info.num_blocks) * num_blocks
+
+
+def beside(config: EngineConfig, promised_bytes: int, later: Sequence[EngineConfig]) -> EngineConfig:
+    """`config` with what other models of the server take of this machine's memory: `promised_bytes` of those that were
+    opened before, and, where its cache has an automatic size, room for the caches of `later` ones.
     """
-    promised = 0
-    for each, info in opened:
-        num_blocks = (info.num_blocks if each.device == "cpu" else 0) + info.num_host_blocks
-        promised += info.kv_bytes // max(1, info.num_blocks) * num_blocks
-    here = [each for each in later if each.device == "cpu"]
-    promised += sum((each.kv_cache_bytes or 0) + (each.host_cache_bytes or 0) for each in here)
+    is_automatic = config.kv_cache_bytes is None and config.num_blocks is None
+    here = [each for each in later if each.device == "cpu"] if is_automatic else []
+    promised_bytes += sum((each.kv_cache_bytes or 0) + (each.host_cache_bytes or 0) for each in here)
     num_sharing = 1 + sum(each.kv_cache_bytes is None and each.num_blocks is None for each in here)
-    return replace(config, promised_bytes=promised, num_sharing=num_sharing)
+    return replace(config, promised_bytes=promised_bytes, num_sharing=num_sharing)
 
 
 @contextlib.contextmanager

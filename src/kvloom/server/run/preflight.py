@@ -8,16 +8,16 @@ from functools import partial
 
 import msgspec
 
-from kvloom.contract.config import BACKENDS
+from kvloom.contract.config import BACKENDS, EngineConfig
 from kvloom.contract.errors import ModelError, UserError
 from kvloom.net.listening import listen
 from kvloom.server.config.backends import factory_of
 from kvloom.server.config.settings import ServerConfig, Settings
 from kvloom.server.run.launch import resolve_model
+from kvloom.server.run.loading import beside
 from kvloom.server.run.main import check_addresses
 from kvloom.server.run.names import check_names
 from kvloom.server.secure.tls import tls_context
-from kvloom.server.serving.card import ModelCard
 
 _CHECK_S = 120.0  # reading the headers of a model's files
 
@@ -40,8 +40,13 @@ def problems(settings: Settings) -> Iterator[UserError]:
         yield from _found(partial(_check_port, key, *address))
     yield from _found(partial(_check_tls, config))
     are_language = [not model.get("makes_pictures") for model in settings.models]
-    for card in itertools.compress(config.models, itertools.compress(is_there, are_language)):
-        yield from _found(partial(_check_model, card))
+    cards, promised = list(itertools.compress(config.models, itertools.compress(is_there, are_language))), 0
+    for index, card in enumerate(cards):
+        later = [each.engine for each in cards[index + 1 :]]
+        try:
+            promised += _check_model(card.name, beside(card.engine, promised, later))
+        except UserError as error:
+            yield error
 
 
 def _found(check: Callable[[], object]) -> Iterator[UserError]:
@@ -60,22 +65,25 @@ def _check_tls(config: ServerConfig) -> None:
         tls_context(config.tls)
 
 
-def _check_model(card: ModelCard) -> None:
-    """Check a model in a process of its own, as a rank reads it; a plug-in's by its own check. Raises ServingError."""
-    if card.engine.backend == "fake":
-        return
-    if card.engine.backend not in BACKENDS:
-        check = getattr(factory_of(card.engine.backend), "check", None)
+def _check_model(name: str, config: EngineConfig) -> int:
+    """Check a model in a process of its own, as a rank reads it; a plug-in's by its own check. Returns the bytes of
+    this machine's memory that it will take, as far as that is known. Raises ServingError.
+    """
+    if config.backend == "fake":
+        return 0
+    if config.backend not in BACKENDS:
+        check = getattr(factory_of(config.backend), "check", None)
         if check is not None:
-            check(card.engine)
-        return
+            check(config)
+        return 0
     done = subprocess.run(
         [sys.executable, "-m", "kvloom.rank.check"],
-        input=msgspec.json.encode(card.engine),
+        input=msgspec.json.encode(config),
         capture_output=True,
         timeout=_CHECK_S,
         check=False,
     )
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise ModelError(f"{card.name}: {lines[-1] if lines else f'the check ended with {done.returncode}'}")
+        raise ModelError(f"{name}: {lines[-1] if lines else f'the check ended with {done.returncode}'}")
+    return int(done.stdout)
