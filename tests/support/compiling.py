@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ems.native.build import publish
 from kvloom.native.build import NativeLibrary
 from tests.support.kept import kept
 from tests.support.waiting import is_locked_out, until
@@ -93,9 +94,35 @@ def runs_for_two(owner: Any, compiler: str, ask: Callable[[], Path], monkeypatch
         if len(runs) == 1:
             other.start()
             until(lambda: len(runs) == 2 or any(map(is_locked_out, path.parent.glob("*.lock"))))
-        path.touch()
+        _publish_nothing(path)
 
     monkeypatch.setattr(owner, compiler, compiling)
     assert ask().exists()
     other.join()
     return len(runs)
+
+
+def runs_for_damaged(owner: Any, compiler: str, ask: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often `owner` compiles for a library in the cache that is as it was, empty, cut short, or overwritten."""
+    runs: list[Path] = []
+
+    def compiling(*given: Any) -> None:
+        runs.append(given[-1])
+        _publish_nothing(given[-1])
+
+    monkeypatch.setattr(owner, compiler, compiling)
+    whole = ask().read_bytes()
+    found = []
+    for data in (whole, b"", whole[:-1], whole + b"\0", bytes(len(whole))):
+        ask().write_bytes(data)
+        runs.clear()
+        assert ask().read_bytes() == whole
+        found.append(len(runs))
+    return found
+
+
+def _publish_nothing(path: Path) -> None:
+    """Put an empty library in the place of a compiled one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (built := path.with_suffix(".built")).touch()
+    publish(built, path)

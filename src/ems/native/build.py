@@ -19,6 +19,8 @@ from ems.common.folders import cache_folder
 HERE = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra")
 _COMPILE_S = 120
+# After a library's own bytes, where loaders stop reading; then its length in 8 bytes, least significant first.
+_END = b"kvloom-end"
 
 
 class BuildError(Exception):
@@ -41,7 +43,7 @@ class Library:
     def is_there(self) -> bool:
         """Whether `path` would compile nothing."""
         try:
-            return self.prebuilt.exists() or self._kept().exists()
+            return self.prebuilt.exists() or is_whole(self._kept())
         except BuildError:
             return False
 
@@ -50,7 +52,7 @@ class Library:
         if self.prebuilt.exists():
             return self.prebuilt
         path = self._kept()
-        if not path.exists():
+        if not is_whole(path):
             try:
                 compile_once(path, self.name, self.compile)
             except OSError as error:
@@ -81,7 +83,7 @@ class Library:
                 done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_S)
                 if done.returncode:
                     raise BuildError(f"{compiler} failed: {reason_of_compiler(done.stderr)}")
-                built.replace(path)
+                publish(built, path)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise _unwritable(path, error) from None
 
@@ -102,15 +104,38 @@ def reason_of_compiler(said: str) -> str:
 
 
 def compile_once(path: Path, name: str, compile: Callable[[Path], None]) -> None:
-    """Call compile(path) unless the file exists by now; concurrent callers wait for the lock of `name` beside it.
+    """Call compile(path) unless the file is whole by now; concurrent callers wait for the lock of `name` beside it.
 
     Raises what `compile` raises, and OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with (path.parent / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
+        if not is_whole(path):
             compile(path)
+
+
+def publish(built: Path, path: Path) -> None:
+    """Move a finished file to `path`, marked as whole and durable: after a power cut it is there with all of its bytes,
+    or not at all. Raises OSError.
+    """
+    with built.open("r+b") as file:
+        length = file.seek(0, os.SEEK_END) + len(_END) + 8
+        file.write(_END + length.to_bytes(8, "little"))
+        file.flush()
+        os.fsync(file.fileno())
+    built.replace(path)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the file has the length that `publish` gave it; False for one that does not exist."""
+    try:
+        with path.open("rb") as file:
+            length = file.seek(0, os.SEEK_END)
+            file.seek(max(0, length - len(_END) - 8))
+            return file.read() == _END + length.to_bytes(8, "little")
+    except OSError:
+        return False
 
 
 def _unwritable(path: Path, error: Exception) -> BuildError:

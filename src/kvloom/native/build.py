@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ems.common.folders import cache_folder
-from ems.native.build import compile_once, reason_of_compiler
+from ems.native.build import compile_once, is_whole, publish, reason_of_compiler
 
 
 class BuildError(Exception):
@@ -67,7 +67,7 @@ class NativeLibrary:
         if prebuilt.exists():
             return prebuilt
         path = cache_folder() / self.name / self._digest() / self.soname
-        if not path.exists():
+        if not is_whole(path):
             compile_once(path, self.name, self.compile)
         return path
 
@@ -87,7 +87,7 @@ class NativeLibrary:
             except subprocess.CalledProcessError as error:
                 why = reason_of_compiler(error.stderr)
                 raise BuildError(f"compiling {self.soname} with {compiler} failed: {why}") from None
-            built.rename(path)
+            publish(built, path)
 
     def _units(self, folder: Path) -> list[Path]:
         """The files for the compiler. A combined one is written into `folder`."""

@@ -10,7 +10,7 @@ from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels import build
 from kvloom.rank.loading import open_runner
-from tests.support.compiling import runs_for_two
+from tests.support.compiling import runs_for_damaged, runs_for_two
 from tests.support.homeless import lose_home
 from tests.support.models.checkpoints import save, tiny_model
 
@@ -71,6 +71,12 @@ def test_a_library_is_named_by_its_sources_in_every_folder(tmp_path, monkeypatch
 def test_the_compiler_runs_once_for_all_who_come_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert runs_for_two(build, "compile_library", partial(build.library, "portable"), monkeypatch) == 1
+
+
+def test_a_damaged_library_is_compiled_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ask = partial(build.library, "portable")
+    assert runs_for_damaged(build, "compile_library", ask, monkeypatch) == [0, 1, 1, 1, 1]
 
 
 def test_a_cache_that_cannot_be_written_is_named_with_what_to_do(tmp_path, monkeypatch):

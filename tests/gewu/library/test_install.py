@@ -11,7 +11,7 @@ import pytest
 from kvloom.gewu.build import INCLUDE, LIBRARY, SONAME
 from kvloom.native.build import BuildError, NativeLibrary
 from kvloom.native.install import Development
-from tests.support.compiling import cache_with, runs_for_two
+from tests.support.compiling import cache_with, runs_for_damaged, runs_for_two
 from tests.support.gewu.daemons import DaemonProcess, run_program
 from tests.support.homeless import lose_home
 
@@ -103,6 +103,11 @@ def test_a_program_built_by_the_command_runs_without_the_cache(environ, tmp_path
 def test_the_compiler_runs_once_for_all_who_come_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert runs_for_two(NativeLibrary, "compile", LIBRARY.path, monkeypatch) == 1
+
+
+def test_a_damaged_library_is_compiled_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert runs_for_damaged(NativeLibrary, "compile", LIBRARY.path, monkeypatch) == [0, 1, 1, 1, 1]
 
 
 def test_what_cannot_be_installed_is_said_in_one_line(environ, tmp_path):

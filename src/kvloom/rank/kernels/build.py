@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ems.common.folders import cache_folder
-from ems.native.build import compile_once, reason_of_compiler
+from ems.native.build import compile_once, is_whole, publish, reason_of_compiler
 from kvloom.contract.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def found(isa: str) -> Path | None:
         return path
     with contextlib.suppress(ModelError):
         path = _cache_root() / name
-    return path if path.exists() else None
+    return path if is_whole(path) else None
 
 
 def _library(isa: str) -> str:
@@ -132,7 +132,7 @@ def compile_library(isa: str, target: Path) -> None:
             done.result()
         built = Path(folder) / target.name
         _run_compiler([*command, *objects, "-o", built])
-        os.replace(built, target)
+        publish(built, target)
 
 
 def _run_compiler(words: Sequence[str | Path]) -> None:
