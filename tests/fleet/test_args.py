@@ -10,7 +10,7 @@ import pytest
 
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.fleet import plan as plans
-from kvloom.fleet.args import FleetArgs, parse_args, read_fleet_file
+from kvloom.fleet.args import Autoscaling, FleetArgs, parse_args, read_fleet_file
 from kvloom.fleet.plan import Plan, layout_of, make_plan, refusal
 from kvloom.rank.kernels.build import ISAS
 from tests.support.configs import mock_document
@@ -218,3 +218,10 @@ def test_a_fleet_that_is_a_server_itself_has_tls_of_its_own_and_is_one(tmp_path)
     assert make_plan(FleetArgs(config=str(config)), is_behind_proxy=False).config("n").management
     with pytest.raises(BadRequest, match=r"args\.ingresses: must be 1 here"):
         make_plan(FleetArgs(backend="fake", ingresses=2), is_behind_proxy=False)
+
+
+def test_replicas_of_one_machine_share_its_memory(tmp_path):
+    """Each measures what is free before the others' caches have been written to."""
+    args = FleetArgs(backend="fake", autoscaling=Autoscaling(max_replicas=3))
+    assert make_plan(args, is_behind_proxy=False).config("n").models[0].engine.num_sharing == 3
+    assert make_plan(args).config("n").models[0].engine.num_sharing == 1, "nodes of a cluster are not known yet"

@@ -136,8 +136,8 @@ def plan_pools(wanted: CapacityRequest, shape: CacheShape, machine: Machine, wei
     num_blocks = _device_blocks(wanted, shape, machine, weight_bytes)
     host_left = machine.free_host_bytes
     if machine.is_shared:
-        host_left = max(0, left - num_blocks * shape.block_bytes)
-    return Pools(num_blocks, _host_blocks(wanted, shape.block_bytes, host_left))
+        host_left = max(0, left - machine.num_sharing * num_blocks * shape.block_bytes)
+    return Pools(num_blocks, _host_blocks(wanted, shape.block_bytes, host_left, machine.num_sharing))
 
 
 def _device_blocks(wanted: CapacityRequest, shape: CacheShape, machine: Machine, weight_bytes: int) -> int:
@@ -162,14 +162,14 @@ def _device_blocks(wanted: CapacityRequest, shape: CacheShape, machine: Machine,
     return max(per_seq, min(total_blocks(budget, shape), per_seq * wanted.max_batch))
 
 
-def _host_blocks(wanted: CapacityRequest, block_bytes: int, left: int) -> int:
+def _host_blocks(wanted: CapacityRequest, block_bytes: int, left: int, num_sharing: int) -> int:
     if wanted.num_host_blocks is not None:
         _refuse("num_host_blocks", wanted.num_host_blocks * block_bytes, left, str(left // block_bytes))
         return wanted.num_host_blocks
     if wanted.host_cache_bytes is not None:
         _refuse("host_cache_bytes (cpuMemSize)", wanted.host_cache_bytes, left, _gb(int(left * SHARE)))
         return wanted.host_cache_bytes // block_bytes
-    return min(AUTO_MAX_HOST_BYTES, int(left * SHARE)) // block_bytes
+    return min(AUTO_MAX_HOST_BYTES, int(left * SHARE / num_sharing)) // block_bytes
 
 
 def _refuse(name: str, num_bytes: int, left: int, most: str) -> None:

@@ -126,7 +126,7 @@ class EngineConfig:
     num_host_blocks: int | None = None  # of the pool for what is swapped out; None = as many as host_cache_bytes holds
     host_cache_bytes: int | None = 0  # 0 = preempted sequences are computed again; None = a share of the free memory
     promised_bytes: int = 0  # of this machine's memory, to the caches of other models of the server
-    num_sharing: int = 1  # models with caches of automatic size that share the rest, this one included
+    num_sharing: int = 1  # models or replicas, this one included, whose caches of automatic size share the rest
     block_size: int | None = None  # tokens a KV block; None = the backend's own (cpu: 16, and multiples of it)
     max_batch: int = MAX_BATCH
     max_tokens_per_step: int = STEP_TOKENS

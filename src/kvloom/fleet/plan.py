@@ -30,12 +30,15 @@ _ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`values` are those of settings.Settings, with models by the names given: each node resolves them itself."""
+    """`values` are those of settings.Settings, with models by the names given: each node resolves them itself.
+    num_sharing: replicas that share one machine's memory, where it is known that they do.
+    """
 
     values: dict[str, Any]
     args: FleetArgs
     version: str
     world_size: int = 1  # ranks of a replica
+    num_sharing: int = 1
 
     @property
     def id(self) -> str:
@@ -56,10 +59,11 @@ class Plan:
             except ModelError as error:
                 raise ModelError(f"node {node}: {error}") from None
         config = settings.build()
-        return replace(config, models=tuple(replace(card, engine=self._timed(card.engine)) for card in config.models))
+        return replace(config, models=tuple(replace(card, engine=self._own(card.engine)) for card in config.models))
 
-    def _timed(self, engine: EngineConfig) -> EngineConfig:
-        """Gives the mock its configured step times."""
+    def _own(self, engine: EngineConfig) -> EngineConfig:
+        """A replica's part of the machine's memory, and the mock's configured step times."""
+        engine = replace(engine, num_sharing=self.num_sharing)
         mock = self.args.mock
         if mock is None or engine.backend != "fake":
             return engine
@@ -68,7 +72,7 @@ class Plan:
 
 def make_plan(args: FleetArgs, above: str = "args", is_behind_proxy: bool = True) -> Plan:
     """Raises BadRequest, also for options that a fleet does not serve. `is_behind_proxy`: HTTP comes through Ray's
-    proxy.
+    proxy; otherwise all replicas run on this machine.
     """
     check_args(args, above)
     for name, path in zip(args.__struct_fields__, args.__struct_encode_fields__, strict=True):
@@ -93,7 +97,8 @@ def make_plan(args: FleetArgs, above: str = "args", is_behind_proxy: bool = True
         raise BadRequest(f"{above}.ingresses", "must be 1 here: this is one server; `serve deploy` has several")
     if args.mock is not None and config.models[0].engine.backend != "fake":
         raise BadRequest(f"{above}.mock", "is for the model without weights: set backend to mock")
-    return Plan(settings.values, args, version("kvloom"), config.models[0].engine.world_size)
+    num_sharing = 1 if is_behind_proxy else args.most_replicas
+    return Plan(settings.values, args, version("kvloom"), config.models[0].engine.world_size, num_sharing)
 
 
 def _backend(name: str, path: str) -> str:

@@ -124,7 +124,7 @@ def test_a_disk_that_takes_no_more_is_told_in_pips_last_words(cache):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))  # pip inherits the limit
     try:
-        with pytest.raises(ModelError, match=r"could not be fetched .*: OSError: \[Errno 27\] File too large$"):
+        with pytest.raises(ModelError, match=r"could not be fetched .*: OSError: \[Errno 27\] File too large"):
             pull("good")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)

@@ -104,13 +104,26 @@ def test_automatic_pools_of_several_models_fit_together_or_are_refused(free, wei
         left = max(0, free - index * weights - promised)
         machine = Machine(left, left, True, num_models - index)
         try:
-            pools = plan_pools(wish(max_seq_len=1000, max_batch=10**4), SMALL, machine, weights)
+            pools = plan_pools(wish(host_cache_bytes=None, max_seq_len=1000, max_batch=10**4), SMALL, machine, weights)
         except ModelError:
             return
         sizes.append(pools.num_blocks * SMALL.block_bytes)
-        promised += sizes[-1]
+        promised += sizes[-1] + pools.num_host_blocks * SMALL.block_bytes
     assert num_models * weights + promised <= free
     assert sizes[0] <= max(-(-1000 // 16) * SMALL.block_bytes, (free - weights) * SHARE / num_models)
+
+
+@given(free=st.integers(0, 40 * GIB), weights=st.integers(0, 4 * GIB), num_replicas=st.integers(1, 9))
+def test_pools_of_replicas_that_are_planned_at_the_same_time_fit_together(free, weights, num_replicas):
+    """Unless each has room for one sequence only."""
+    machine = Machine(free, free, True, num_replicas)
+    try:
+        pools = plan_pools(wish(host_cache_bytes=None, max_seq_len=1000, max_batch=10**4), SMALL, machine, weights)
+    except ModelError:
+        return
+    if pools.num_blocks > -(-1000 // 16):
+        taken = (pools.num_blocks + pools.num_host_blocks) * SMALL.block_bytes
+        assert weights + num_replicas * taken <= free
 
 
 def test_sizes_that_are_given_are_taken():
