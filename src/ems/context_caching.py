@@ -349,7 +349,7 @@ class ContextCaching:
         request, salt = call.request, link.welcome.key_salt
         if salt != call.salt:
             request = self._planned(salt, call.arguments, call.is_load)
-        if isinstance(request, Plan) and (call.source is not None or link.welcome.is_direct or not link.is_native):
+        if isinstance(request, Plan) and (call.source is not None or not link.is_native):
             request = plan(self._planning_cache(salt), call.arguments, call.is_load)
         return request
 
@@ -374,7 +374,7 @@ def _how(start_s: float, option: CcKvOption | None) -> How:
 
 
 def _begin(link: Link, calls: NativeCalls, what: Given, how: How, is_load: bool) -> pipeline.Begun:
-    problem = calls.load(what, how, link.mapped) if is_load else calls.save(what, how, link.staging)
+    problem = calls.load(what, how, link.mapped) if is_load else calls.save(what, how, link.mapped, link.staging)
     return pipeline.Begun(link, calls, problem)
 
 

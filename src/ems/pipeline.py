@@ -118,8 +118,11 @@ def save(transfer: Transfer, cache: RegisteredCache | Snapshot, begun: Begun | N
     """Save the blocks in order; stop at the first that the pool does not accept."""
     request, link = transfer.request, transfer.link
     if begun is not None:
-        transfer.progress.add_counted(begun.calls.last.save)
-        link.check(0 if begun.problem == PARTLY else begun.problem)
+        done = begun.calls.last.save
+        try:
+            link.finish_save(done, 0 if begun.problem == PARTLY else begun.problem, transfer.deadline_s)
+        finally:
+            transfer.progress.add_counted(done)
     elif isinstance(request, Plan) and request.largest <= link.welcome.max_block_bytes:
         _save_natively(transfer, request, len(request), request.largest)
     else:
@@ -143,11 +146,11 @@ def _save_fitting(transfer: Transfer, cache: RegisteredCache | Snapshot) -> None
             return
     if isinstance(request, Plan):
         _save_natively(transfer, request, len(sizes), max(sizes))
-    elif link.welcome.is_direct:
-        _save_direct(transfer, request, cache, sizes)
     elif link.is_native and isinstance(cache.tensors, NativeHostTensors):
         plan = _planned(request, cache.tensors, sizes)
         _save_natively(transfer, plan, len(sizes), max(sizes), request.parent)
+    elif link.welcome.is_direct:
+        _save_direct(transfer, request, cache, sizes)
     else:
         _save_staged(transfer, request, cache, sizes)
 
@@ -166,18 +169,17 @@ def _planned(request: Request, tensors: NativeHostTensors, sizes: list[int]) -> 
 
 
 def _save_natively(transfer: Transfer, plan: Plan, num: int, largest: int, parent: bytes = b"") -> None:
-    """As `_save_staged`, for the first `num` blocks in one call. largest: bytes of the largest one."""
-    arena, num_regions, region_bytes = _regions(transfer, largest)
-    wanted = WantedSave(
-        plan=plan,
-        num_blocks=num,
-        parent=parent,
-        arena=arena,
-        region_bytes=region_bytes,
-        num_regions=num_regions,
-        first_bytes=FIRST_BYTES,
-        write_rcache=transfer.option.write_rcache,
-    )
+    """As `_save_direct` or `_save_staged`, for the first `num` blocks in one call. largest: bytes of the largest."""
+    wanted = WantedSave(plan, num, parent)
+    if not transfer.link.welcome.is_direct:
+        arena, num_regions, region_bytes = _regions(transfer, largest)
+        wanted = wanted._replace(
+            arena=arena,
+            region_bytes=region_bytes,
+            num_regions=num_regions,
+            first_bytes=FIRST_BYTES,
+            write_rcache=transfer.option.write_rcache,
+        )
     call = wanted.call()
     try:
         transfer.link.save(call, transfer.deadline_s)
@@ -241,6 +243,7 @@ def _save_direct(transfer: Transfer, request: Request, cache: RegisteredCache | 
         answer = link.call(m.Reserve(keys, lengths, parent), deadline_s)
         if not isinstance(answer, m.Reserved) or len(answer.statuses) != len(group):
             raise WireError("expected the result of a reservation")
+        link.keep_up(answer.num_given_back)
         reserved = [i for i, status in enumerate(answer.statuses) if status == m.Status.STORED]
         segments = _mapped(link, [answer.segments[i] for i in reserved], deadline_s)
         sums = b""
@@ -249,9 +252,13 @@ def _save_direct(transfer: Transfer, request: Request, cache: RegisteredCache | 
             if not target.are_within():
                 raise WireError("a reservation outside of its segment")
             sums += cache.tensors.gather_summed(request.blocks[group[i] : group[i] + 1], target)
-        if not isinstance(link.call(m.Commit(sums), deadline_s), m.Saved):
+        saved = link.call(m.Commit(sums), deadline_s)
+        if not isinstance(saved, m.Saved) or len(saved.statuses) != len(reserved):
             raise WireError("expected the result of a commit")
-        progress.add(answer.statuses)
+        statuses = bytearray(answer.statuses)
+        for i, status in zip(reserved, saved.statuses, strict=True):
+            statuses[i] = status
+        progress.add(bytes(statuses))
         progress.num_bytes += sum(lengths)
         parent = keys[-KEY_BYTES:]
         if not progress.is_whole:

@@ -122,9 +122,10 @@ class Link:
         """Plain calls in one step each; None where Python carries them out. regions: the last three of `Sizes`."""
         if self._calls is None or self._calls.planner is not planner:
             line = self._native()
-            if line is None or self.welcome.is_direct:
+            if line is None:
                 return None
-            self._calls = NativeCalls(line, planner, Sizes(self.welcome.max_block_bytes, *regions))
+            sizes = Sizes(self.welcome.max_block_bytes, *regions, self.welcome.is_direct)
+            self._calls = NativeCalls(line, planner, sizes)
         return self._calls
 
     @property
@@ -139,16 +140,35 @@ class Link:
 
     def load(self, wanted: WantedLoad, deadline_s: float) -> Loaded:
         """Loads a batch in C++, the longest prefix that the pool has."""
-        assert self._line is not None, "there is a library"
-        return self._loaded(self._line.load, wanted, deadline_s)
+        return self._told(lambda line: line.load(wanted, self._maps_by(deadline_s), deadline_s))
 
     def finish_load(self, load: Load, problem: int, deadline_s: float) -> Loaded:
         """Continue a load that `calls` has begun."""
-        assert self._line is not None, "there is a library"
-        line = self._line
-        return self._loaded(lambda begun, maps, _deadline_s: line.finish(begun, problem, maps), load, deadline_s)
+        return self._told(lambda line: line.finish(load, problem, self._maps_by(deadline_s)))
 
-    def _loaded(self, load: Callable[[T, Maps, float], Loaded], what: T, deadline_s: float) -> Loaded:
+    def save(self, save: Save, deadline_s: float) -> None:
+        """Save a batch in C++; writes the results into `save`, also when it raises."""
+        self._told(lambda line: line.save(save, self._maps_by(deadline_s), deadline_s))
+
+    def finish_save(self, save: Save, problem: int, deadline_s: float) -> None:
+        """Continue a save that `calls` has begun, or raise its error."""
+        self._told(lambda line: line.finish_save(save, problem, self._maps_by(deadline_s)))
+
+    def check(self, problem: int) -> None:
+        """Raise the error of a call in C++."""
+        self._told(lambda line: line.check(problem))
+
+    def _told(self, call: Callable[[NativeLine], T]) -> T:
+        """The result of a call in C++, with the errors of a link."""
+        assert self._line is not None, "there is a library"
+        try:
+            return call(self._line)
+        except IndexError as error:
+            raise WireError(str(error)) from None
+        except Unexpected as unexpected:
+            raise self._unexpected(unexpected.data) from None
+
+    def _maps_by(self, deadline_s: float) -> Maps:
         def maps(numbers: list[int] | None, num_given_back: int) -> Mapped:
             if numbers is not None:
                 self.keep_up(num_given_back)
@@ -156,25 +176,7 @@ class Link:
                     self.segment(number, deadline_s)
             return self.mapped
 
-        try:
-            return load(what, maps, deadline_s)
-        except IndexError as error:
-            raise WireError(str(error)) from None
-        except Unexpected as unexpected:
-            raise self._unexpected(unexpected.data) from None
-
-    def save(self, save: Save, deadline_s: float) -> None:
-        """Save a batch in C++; writes the results into `save`, also when it raises."""
-        assert self._line is not None, "there is a library"
-        self.check(self._line.save(save, deadline_s))
-
-    def check(self, problem: int) -> None:
-        """Raise the error of a save in C++."""
-        assert self._line is not None, "there is a library"
-        try:
-            self._line.check(problem)
-        except Unexpected as unexpected:
-            raise self._unexpected(unexpected.data) from None
+        return maps
 
     def _unexpected(self, data: bytes) -> WireError:
         """The error for an answer that C++ did not expect. Raises EmsException for a refusal."""

@@ -243,17 +243,6 @@ def test_the_first_write_of_a_key_wins(cc, kv, agent):
     assert (counts["save_stored"], counts["save_duplicate"], counts["save_conflict"]) == (1, 1, 1)
 
 
-def test_a_direct_node_is_written_without_staging():
-    kv = new_kv()
-    with running_agent(is_direct=True) as agent, session(agent.config.socket, kv) as cc:
-        before = copy_of(kv)
-        assert cc.save(slots_of(*range(20)), list(range(20)), [4] * 20) == CcResult(20, 20)
-        assert cc.save(slots_of(*range(20)), list(range(20)), [4] * 20) == CcResult(20, 20)
-        assert cc.load(slots_of(*range(30, 50)), list(range(20)), [4] * 20) == CcResult(20, 20)
-        assert torch.equal(tokens_of(kv, slots_of(*range(30, 50))), tokens_of(before, slots_of(*range(20))))
-        agent.node.pool("default").check()
-
-
 def test_a_timeout_of_zero_is_one_local_attempt(cc):
     cc.save(slots_of(0), [1], [4])
     assert cc.load(slots_of(0), [1], [4], CcKvOption(timeout=0)) == CcResult(1, 1)

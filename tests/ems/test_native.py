@@ -20,7 +20,7 @@ from ems.native.plan import native_names, native_planner
 from ems.native.tensors import NativeHostTensors, native_tensors
 from ems.runs import SKIPPED, Areas, Block, Blocks
 from ems.tensors import Tensor, as_tensor
-from tests.support.compiling import runs_for_two
+from tests.support.compiling import runs_for_damaged, runs_for_two
 from tests.support.homeless import lose_home
 
 NUM_BLOCKS, WIDTHS = 6, (3, 8, 1)  # tensors of three token sizes, in two layer groups
@@ -155,6 +155,12 @@ def test_the_compiler_runs_once_for_all_who_come_meanwhile(tmp_path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wanted = Library("wanted", tmp_path)
     assert runs_for_two(Library, "compile", wanted.path, monkeypatch) == 1
+
+
+def test_a_damaged_library_is_compiled_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wanted = Library("wanted", tmp_path)
+    assert runs_for_damaged(Library, "compile", wanted.path, monkeypatch) == [0, 1, 1, 1, 1]
 
 
 def test_it_can_be_switched_off(monkeypatch):

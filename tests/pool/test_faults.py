@@ -57,9 +57,9 @@ def waits_until(deadline_ms: int):
         return begin(line, deadline_s)
 
     def noted_call(call):
-        def noted(calls, given, how, memory):
+        def noted(calls, given, how, *memory):
             found.append(how.deadline_ns / 1e9)
-            return call(calls, given, how, memory)
+            return call(calls, given, how, *memory)
 
         return noted
 

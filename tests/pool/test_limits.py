@@ -5,7 +5,7 @@ import logging
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 from starlette.testclient import TestClient
@@ -182,9 +182,10 @@ def test_an_empty_token_file_does_not_open_the_control_plane(tmp_path):
     answer = CliRunner().invoke(app, [*arguments, "--listen=127.0.0.1:0", f"--state={tmp_path}/db"])
     assert answer.exit_code == 1
     assert "is empty" in answer.output
-    api = TestClient(build_app(ControlState(":memory:", time.time), "", SECRET))
-    for header in ("Bearer ", "Bearer", ""):
-        assert api.get("/v1/credentials", headers={"Authorization": header}).status_code == 401
+    with closing(ControlState(":memory:", time.time)) as state:
+        api = TestClient(build_app(state, "", SECRET))
+        for header in ("Bearer ", "Bearer", ""):
+            assert api.get("/v1/credentials", headers={"Authorization": header}).status_code == 401
 
 
 def test_refused_logins_are_counted_and_logged(caplog):
@@ -198,9 +199,10 @@ def test_refused_logins_are_counted_and_logged(caplog):
                 cc.save(slots_of(0), [1], [4])
         assert gauge(agent, "auth_failures_total") == 3
     assert "access_id 'nobody', process" in caplog.text
-    api = TestClient(build_app(ControlState(":memory:", time.time), "token", SECRET, frozenset({"testserver"})))
-    api.get("/v1/nodes", headers={"Authorization": "Bearer no"})
-    assert "ems_control_refused_total 1.0" in api.get("/metrics").text
+    with closing(ControlState(":memory:", time.time)) as state:
+        api = TestClient(build_app(state, "token", SECRET, frozenset({"testserver"})))
+        api.get("/v1/nodes", headers={"Authorization": "Bearer no"})
+        assert "ems_control_refused_total 1.0" in api.get("/metrics").text
     assert "GET /v1/nodes from testclient" in caplog.text
 
 

@@ -9,7 +9,7 @@ from tests.support.pool.walk import Walk
 from tests.support.pool.worlds import World
 
 
-@pytest.mark.parametrize(("kind", "num_rounds"), [("one, lru, snapshot", 5), ("three, TLS", 3)])
+@pytest.mark.parametrize(("kind", "num_rounds"), [("one, lru, snapshot", 5), ("one, direct", 4), ("three, TLS", 3)])
 def test_what_is_saved_is_what_is_found(kind, num_rounds, tmp_path):
     counts: Counter[str] = Counter()
     with World(kind, tmp_path) as world:

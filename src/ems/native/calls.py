@@ -47,6 +47,7 @@ class Calls(ctypes.Structure):
         ("region_bytes", c_int64),
         ("num_regions", c_int64),
         ("first_bytes", c_int64),
+        ("is_direct", c_int64),
         ("arena", c_void_p),
         ("arena_bytes", c_int64),
         ("arena_asked", c_int64),
@@ -62,12 +63,15 @@ class Calls(ctypes.Structure):
 
 
 class Sizes(NamedTuple):
-    """Bytes of the pool's largest block, of a message's blocks, of the first message's; messages under way at once."""
+    """Bytes of the pool's largest block, of a message's blocks, of the first message's; messages under way at once.
+    is_direct: blocks are saved without a staging area.
+    """
 
     max_block_bytes: int
     region_bytes: int
     num_regions: int
     first_bytes: int
+    is_direct: bool
 
 
 class NativeCalls:
@@ -88,28 +92,33 @@ class NativeCalls:
         self._load, self._save = whole(("ems_call_load", library)), whole(("ems_call_save", library))
         self._exists = PYFUNCTYPE(c_int, c_void_p, py_object, POINTER(How))(("ems_call_exists", library))
         self._arena: Bytes | None = None
+        self._is_direct = sizes.is_direct
 
     def __del__(self) -> None:
         self._close(self._address)
 
     def load(self, what: Given, how: How, mapped: Mapped) -> int:
         """mapped: not stored, because idle processes unmap it."""
-        last = self.last
-        last.mapped, last.num_mapped = ctypes.addressof(mapped.table), len(mapped.table)
-        last.num_given_back = mapped.num_given_back
+        self._use(mapped)
         if isinstance(what, c.Plan):
             return int(self._load_plan(self._address, what, ctypes.addressof(how)))
         return int(self._load(self._address, *what, how))
 
-    def save(self, what: Given, how: How, arena: tuple[Bytes | None, int]) -> int:
-        """arena: the staging area, and the size that was asked for."""
+    def _use(self, mapped: Mapped) -> None:
+        last = self.last
+        last.mapped, last.num_mapped = ctypes.addressof(mapped.table), len(mapped.table)
+        last.num_given_back = mapped.num_given_back
+
+    def save(self, what: Given, how: How, mapped: Mapped, arena: tuple[Bytes | None, int]) -> int:
+        """mapped: as in `load`; arena: the staging area, and the size that was asked for."""
         memory, asked = arena
-        if memory is not self._arena:
-            self._arena = memory
-            if memory is not None:
-                self.last.arena, self.last.arena_bytes = address_of(memory), len(memory)
-        if memory is None:
+        if self._is_direct:
+            self._use(mapped)
+        elif memory is None:
             return NOT_PLAIN
+        elif memory is not self._arena:
+            self._arena = memory
+            self.last.arena, self.last.arena_bytes = address_of(memory), len(memory)
         self.last.arena_asked = asked
         if isinstance(what, c.Plan):
             return int(self._save_plan(self._address, what, ctypes.addressof(how)))

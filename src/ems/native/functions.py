@@ -120,6 +120,11 @@ class Save(ctypes.Structure):
     num_success: int
     num_local: int
     problem: int
+    mapped: int | None
+    num_mapped: int
+    num_given_back: int
+    segments: int
+    num_found: int
     _fields_ = [
         ("plan", c_void_p),
         ("num", c_int64),
@@ -136,6 +141,13 @@ class Save(ctypes.Structure):
         ("num_success", c_int64),
         ("num_local", c_int64),
         ("problem", c_int64),
+        ("xxh3", c_void_p),
+        ("mapped", c_void_p),
+        ("num_mapped", c_int64),
+        ("num_given_back", c_int64),
+        ("segments", c_void_p),
+        ("num_found", c_int64),
+        ("is_asked", c_int64),
     ]
 
 

@@ -57,26 +57,29 @@ class Loaded(NamedTuple):
 
 
 class WantedSave(NamedTuple):
-    """Blocks to save through a staging area: the first of a plan. parent: the key before them, or empty. region_bytes:
-    of the area, for one message; num_regions: messages under way at once; first_bytes: of the first. statuses:
-    [num_blocks], set to the results.
+    """Blocks to save: the first of a plan. parent: the key before them, or empty. statuses: [num_blocks], set to the
+    results. arena: the staging area; None = the blocks, which are a chain then, are written to the pool's memory.
+
+    Of the area only: region_bytes for one message; num_regions: messages under way at once; first_bytes: of the first;
+    write_rcache.
     """
 
     plan: c.Plan
     num_blocks: int
     parent: bytes
-    arena: Bytes
-    region_bytes: int
-    num_regions: int
-    first_bytes: int
-    write_rcache: bool
+    arena: Bytes | None = None
+    region_bytes: int = 0
+    num_regions: int = 0
+    first_bytes: int = 0
+    write_rcache: bool = True
     is_chain: bool = True  # each block follows the one before it
     statuses: Bytes | None = None
 
     def call(self) -> c.Save:
         """The same for C++, which writes the results there."""
         plan, num, parent, arena, *others, statuses = self
-        save = c.Save(ctypes.addressof(plan), num, parent or None, address_of(arena), *others, problem=-1)
+        area = address_of(arena) if arena is not None else None
+        save = c.Save(ctypes.addressof(plan), num, parent or None, area, *others, problem=-1)
         save.statuses = address_of(statuses) if statuses is not None else None
         save.kept = self
         return save
@@ -140,20 +143,33 @@ class NativeLine:
 
     def finish(self, load: c.Load, problem: int, maps: Maps) -> Loaded:
         """Continue a load that was begun. Raises as `load` does."""
+        self._continue(load, problem, maps, self.library.ems_line_load)
+        return Loaded(load.num_done, load.corrupt >= 0, load.cause)
+
+    def save(self, save: c.Save, maps: Maps, deadline_s: float) -> None:
+        """Save the blocks; results are written into `save`, also when it raises. Raises as `load` does."""
+        save.xxh3 = self.xxh3_address
+        mapped = maps(None, 0)
+        save.num_given_back = mapped.num_given_back
+        save.mapped, save.num_mapped = ctypes.addressof(mapped.table), len(mapped.table)
+        self.finish_save(save, self.library.ems_line_save(self._by(deadline_s), save), maps)
+
+    def finish_save(self, save: c.Save, problem: int, maps: Maps) -> None:
+        """Continue a save that was begun. Raises as `load` does."""
+        self._continue(save, problem, maps, self.library.ems_line_save)
+
+    def _continue(
+        self, begun: c.Load | c.Save, problem: int, maps: Maps, call: Callable[[c.Line, c.Load | c.Save], int]
+    ) -> None:
+        """Map what it needs and call again, until it has ended."""
         while problem == _UNMAPPED:
-            numbers = (ctypes.c_int64 * load.num_found).from_address(load.segments or 0)
-            mapped = maps(list(numbers), load.num_given_back)
-            load.mapped, load.num_mapped = ctypes.addressof(mapped.table), len(mapped.table)
-            problem = self.library.ems_line_load(self._line, load)
+            numbers = (ctypes.c_int64 * begun.num_found).from_address(begun.segments or 0)
+            mapped = maps(list(numbers), begun.num_given_back)
+            begun.mapped, begun.num_mapped = ctypes.addressof(mapped.table), len(mapped.table)
+            problem = call(self._line, begun)
         if problem == _OUTSIDE:
             raise IndexError("a block outside of its segment")
         self.check(problem)
-        return Loaded(load.num_done, load.corrupt >= 0, load.cause)
-
-    def save(self, save: c.Save, deadline_s: float) -> int:
-        """Save the blocks; results are written into `save`. Pass the return value to `check`."""
-        problem: int = self.library.ems_line_save(self._by(deadline_s), save)
-        return problem
 
 
 def native_line(fd: int, board: Bytes | None = None) -> NativeLine | None:

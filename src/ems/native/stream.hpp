@@ -209,6 +209,7 @@ class Exchange : public EmsLine {
     std::vector<int64_t> segments, offsets, lengths;
     std::vector<int64_t> numbers;  // the index in the request of each block that was found
     std::vector<Sum> sums;
+    std::vector<uint8_t> statuses;  // of the blocks of the last reservation
 
     FrameWriter& begin(Op op, uint8_t num_values) {
         writer_.data.clear();

@@ -26,6 +26,9 @@ constexpr int64_t kMaxBlockBytes = int64_t{1} << 28;
 enum Op : uint8_t {
     kSave = 9,
     kSaved = 10,
+    kReserve = 11,
+    kReserved = 12,
+    kCommit = 13,
     kLoad = 14,
     kFound = 15,
     kRelease = 16,

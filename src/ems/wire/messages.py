@@ -196,12 +196,15 @@ class Reserve(Message):
 
 @dataclass
 class Reserved(Message):
-    """statuses: STORED = write here then COMMIT; others are final. Positions are 0 where nothing is to be written."""
+    """statuses: STORED = write here then COMMIT; others are final. Positions are 0 where nothing is to be written.
+    num_given_back: as in Found.
+    """
 
     OP = 12
     statuses: bytes
     segments: list[int]
     offsets: list[int]
+    num_given_back: int = 0
 
 
 @dataclass
@@ -210,6 +213,10 @@ class Commit(Message):
 
     OP = 13
     sums: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.sums) % SUM_BYTES:
+            raise ValueError(f"sums: {len(self.sums)} bytes are not sums of {SUM_BYTES}")
 
 
 @dataclass

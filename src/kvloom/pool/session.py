@@ -81,6 +81,7 @@ class ClientSession:
             can_save=self._node.others is None and self._node.put_limit(tenant) is None,
             has_others=self._node.others is not None,
             keyring_version=self._node.keyring.version,
+            is_direct=self._node.config.is_direct,
             board=self._board,
         )
         self._serving = pool.serving(self._channel, terms)

@@ -169,7 +169,7 @@ class Writer:
                 self._batch.append(begun)
                 statuses.append(Status.DUPLICATE)
         self._count(bytes(status for status in statuses[: len(found)] if status != Status.STORED))
-        return m.Reserved(bytes(statuses), segments, offsets)
+        return m.Reserved(bytes(statuses), segments, offsets, self._pool.num_given_back)
 
     def commit(self, message: m.Commit) -> m.Saved:
         """Publish reserved blocks with the checksums that the client has computed."""

@@ -116,6 +116,7 @@ def raw(op: int, values: tuple) -> m.Message:
         (m.Save, (KEY, [0, 1], [1], b"", True, True)),
         (m.Save, (KEY, [0], [m.MAX_BLOCK_BYTES + 1], b"", True, True)),
         (m.Save, (KEY, [0], [1], b"short", True, True)),
+        (m.Commit, (bytes(m.SUM_BYTES - 1),)),
         (m.Found, (1, [0], [0], [1], b"", 0)),
         (m.PeerBlocks, ([m.MAX_BLOCK_BYTES + 1], bytes(16))),
         (m.Hello, ("a",)),
@@ -149,6 +150,7 @@ def test_a_message_out_of_its_limits_is_malformed(cls, values):
     [
         m.Load(KEY * m.MAX_KEYS),
         m.Exists(b""),
+        m.Commit(bytes(2 * m.SUM_BYTES)),
         m.Save(KEY, [0], [m.MAX_BLOCK_BYTES]),
         m.Save(b"", [], []),
         m.Reserve(KEY, [1]),

@@ -33,7 +33,7 @@ class Sessions:
         self.errors = errors
 
     def serve(self, sock: socket.socket, arena: SharedMemory, board: Bytes | None) -> None:
-        terms = Terms(can_save=True, has_others=False, keyring_version=ctypes.c_uint64(), board=board)
+        terms = Terms(can_save=True, has_others=False, keyring_version=ctypes.c_uint64(), is_direct=True, board=board)
         channel = Channel(sock)
         serving = self.pool.serving(channel, terms)
         serving.use_arena(arena)
@@ -78,8 +78,9 @@ class Sessions:
         blocks, sizes = Blocks.of([(((i, 0, 1),),) for i in range(count)]), np.full(count, size)
         named = b"".join(keys)
         plan = moving.plan_of(blocks, named, sizes)
-        save = WantedSave(plan, count, b"", arena.data, 1 << 16, 4, 1 << 14, True).call()
-        line.check(line.save(save, deadline_s))
+        staged = WantedSave(plan, count, b"", arena.data, 1 << 16, 4, 1 << 14, True)
+        save = (staged if draw.random() < 0.5 else WantedSave(plan, count, b"")).call()
+        line.save(save, self.maps, deadline_s)
         assert 0 < save.num_done <= count
         assert 0 <= save.num_local <= save.num_success <= save.num_done
         assert save.done_bytes == save.num_done * size
@@ -99,12 +100,13 @@ class Sessions:
         source[:] = np.array(hashes, np.uint8)[:, None, None, None]
         planner = native_planner(_tensors(source), (1, count), b"storm")
         assert planner is not None
-        calls = NativeCalls(line, planner, Sizes(1 << 16, 1 << 16, 4, 1 << 14))
+        calls = NativeCalls(line, planner, Sizes(1 << 16, 1 << 16, 4, 1 << 14, draw.random() < 0.5))
         given, how = (list(range(count)), hashes, [1] * count), How(time.monotonic_ns() + 60 * 10**9, 0, 1)
-        problem = calls.save(given, how, (arena.data, 1 << 18))
-        line.check(0 if problem == PARTLY else problem)
-        assert 0 <= calls.last.count <= count
-        assert (problem == 0) == (calls.last.count == count)
+        problem = calls.save(given, how, self.maps(None, 0), (arena.data, 1 << 18))
+        line.finish_save(calls.last.save, 0 if problem == PARTLY else problem, self.maps)
+        saved = calls.last.save
+        assert saved.num_done == count or saved.problem >= 0
+        assert (saved.problem < 0) == (saved.num_success == count)
         assert calls.exists(hashes, how) == 0
         assert calls.last.count <= count
         source[:] = 255

@@ -66,6 +66,25 @@ inline uint8_t* gather(const Batch& batch, int64_t block, uint8_t* target) {
     return target;
 }
 
+// The same, and the checksum of what was copied. A block of one piece is written past the caches.
+inline Sum gather_summed(const Batch& batch, int64_t block, uint8_t* target, const Xxh3& xxh3) {
+    int num_pieces = 0;
+    const uint8_t* first = nullptr;
+    size_t size = 0;
+    for_pieces(batch, block, [&](const uint8_t* memory, size_t count) {
+        first = num_pieces++ == 0 ? memory : first;
+        size += count;
+    });
+    if (num_pieces == 1) {
+        SummedCopy copy(xxh3);
+        if (copy.is_ready()) {
+            return copy(target, first, size);
+        }
+    }
+    gather(batch, block, target);
+    return sum_of(xxh3, target, size);
+}
+
 // Copies `source`, which has as many bytes as the block, to the block's tokens. next: the source that will be read
 // after it, to be prefetched; or null.
 inline void scatter(const Batch& batch, int64_t block, const uint8_t* source, const uint8_t* next) {

@@ -31,6 +31,7 @@ struct EmsCalls {
     int64_t region_bytes;  // about the bytes of the staging area for the blocks of one message
     int64_t num_regions;   // most regions
     int64_t first_bytes;
+    int64_t is_direct;  // blocks are saved without a staging area
     // The staging area, its size, and the size that was requested.
     uint8_t* arena;
     int64_t arena_bytes;
@@ -112,26 +113,39 @@ class Calls : public EmsCalls {
         if (!begin(plan) || plan.largest > max_block_bytes) {
             return kNotPlain;
         }
-        const int64_t largest = ems::aligned(plan.largest);
-        const int64_t wanted = std::max(largest, std::min(region_bytes, largest * ems::kGroupBlocks)) * num_regions;
-        if (arena == nullptr || arena_asked < wanted || arena_bytes < largest) {
-            return kNotPlain;
-        }
-        const int64_t num = std::min(num_regions, arena_bytes / largest);
         save = EmsSave{};
         save.plan = &plan;
         save.num = total;
-        save.arena = arena;
-        save.region_bytes = arena_bytes / num / ems::kAlign * ems::kAlign;
-        save.num_regions = num;
-        save.first_bytes = first_bytes;
-        save.write_rcache = how.write_rcache;
         save.is_chain = 1;
         save.problem = -1;
+        if (is_direct != 0) {
+            save.xxh3 = xxh3;
+            save.mapped = mapped;
+            save.num_mapped = num_mapped;
+            save.num_given_back = num_given_back;
+        } else if (!stage(plan.largest)) {
+            return kNotPlain;
+        }
+        save.write_rcache = how.write_rcache;
         const int problem = ems_line_save(line, &save);
         count = save.num_success;
         done_bytes = save.done_bytes;
         return problem == 0 && (save.problem >= 0 || save.num_local > 0) ? kPartly : problem;
+    }
+
+    // Sets the save's part of the staging area; false = that is too small.
+    bool stage(int64_t largest_block) {
+        const int64_t largest = ems::aligned(largest_block);
+        const int64_t wanted = std::max(largest, std::min(region_bytes, largest * ems::kGroupBlocks)) * num_regions;
+        if (arena == nullptr || arena_asked < wanted || arena_bytes < largest) {
+            return false;
+        }
+        const int64_t num = std::min(num_regions, arena_bytes / largest);
+        save.arena = arena;
+        save.region_bytes = arena_bytes / num / ems::kAlign * ems::kAlign;
+        save.num_regions = num;
+        save.first_bytes = first_bytes;
+        return true;
     }
 
     // Exists, for blocks that are full.

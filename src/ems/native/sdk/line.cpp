@@ -2,8 +2,7 @@
 // messages as the Python implementation, in the same order. An unexpected answer is passed to Python, which reports it.
 #include <numeric>
 
-#include "line.hpp"
-#include "second.hpp"
+#include "direct.hpp"
 
 namespace {
 
@@ -16,10 +15,6 @@ using ems::Sum;
 
 using ems::aligned;
 using ems::kGroupBlocks;
-
-constexpr uint8_t kConflict = 2, kLocal = 6;  // of messages.py: statuses up to kConflict, and kLocal, are successes
-
-bool is_success(uint8_t status) { return status <= kConflict || status == kLocal; }
 
 // A load in progress: asks for the blocks, then verifies each block in the mapped pool memory and copies it. If every
 // block is loaded that exists (EmsLoad::found), blocks are numbered among the existing ones.
@@ -43,15 +38,14 @@ class Loading {
         }
         std::vector<const uint8_t*> sources(static_cast<size_t>(load_.num_found));
         for (int64_t i = 0; i < load_.num_found; i++) {
-            const EmsSegment* segment = find(line_.segments[i]);
-            if (segment == nullptr) {
+            last_ = ems::find(load_.mapped, load_.num_mapped, line_.segments[i], last_);
+            if (last_ == nullptr) {
                 return kUnmapped;
             }
-            const int64_t offset = line_.offsets[i], length = line_.lengths[i];
-            if (offset < 0 || length < 0 || length > segment->bytes || offset > segment->bytes - length) {
+            if (!ems::is_within(*last_, line_.offsets[i], line_.lengths[i])) {
                 return kOutside;
             }
-            sources[i] = segment->memory + offset;
+            sources[i] = last_->memory + line_.offsets[i];
         }
         if (const int problem = copy(sources)) {
             return problem;
@@ -121,15 +115,6 @@ class Loading {
 
     // The index in the request of the i-th existing block.
     int64_t number(int64_t i) const { return load_.found != nullptr ? line_.numbers[i] : i; }
-
-    const EmsSegment* find(int64_t number) {
-        if (last_ == nullptr || last_->number != number) {
-            const EmsSegment* end = load_.mapped + load_.num_mapped;
-            const auto* found = std::find_if(load_.mapped, end, [&](const auto& one) { return one.number == number; });
-            last_ = found != end ? found : nullptr;
-        }
-        return last_;
-    }
 
     // State of a block while it is loaded.
     enum Mark : uint8_t { kUnknown, kGood, kDamaged, kCopied };
@@ -317,16 +302,7 @@ class Saving {
             return line_.unexpected(frame);
         }
         for (size_t i = 0; i < num; i++) {
-            if (save_.statuses != nullptr) {
-                save_.statuses[save_.num_done] = statuses[i];
-            }
-            save_.done_bytes += sizes_[save_.num_done++];
-            if (save_.problem < 0 && is_success(statuses[i])) {
-                save_.num_success++;
-                save_.num_local += statuses[i] == kLocal;
-            } else if (save_.problem < 0) {
-                save_.problem = statuses[i];
-            }
+            ems::count(save_, statuses[i]);
         }
         return 0;
     }
@@ -379,7 +355,11 @@ int ems_line_exists(EmsLine* line, const uint8_t* keys, int64_t num, int is_loca
 // one; later blocks are not written. Returns 0, an errno, kUnexpected, kUnmapped or kOutside.
 int ems_line_load(EmsLine* line, EmsLoad* load) { return Loading(*static_cast<Exchange*>(line), *load).run(); }
 
-// Saves the blocks in order, up to the first that the pool does not accept. Returns 0, an errno or kUnexpected.
-int ems_line_save(EmsLine* line, EmsSave* save) { return Saving(*static_cast<Exchange*>(line), *save).run(); }
+// Saves the blocks in order, up to the first that the pool does not accept. Returns 0, an errno or kUnexpected; without a
+// staging area also kUnmapped or kOutside.
+int ems_line_save(EmsLine* line, EmsSave* save) {
+    Exchange& exchange = *static_cast<Exchange*>(line);
+    return save->arena != nullptr ? Saving(exchange, *save).run() : ems::DirectSaving(exchange, *save).run();
+}
 
 }  // extern "C"

@@ -27,6 +27,7 @@ _COMPARED = (
     ("remote_load", "tcp"),
     ("remote_tls_load", "remote_load"),
     ("save", "redis_save"),
+    ("direct_save", "redis_save"),
     ("load", "redis_load"),
     ("save", "mooncake_save"),
     ("load", "mooncake_load"),
@@ -197,7 +198,8 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
                 row[f"{name}_ratio"] = round(seconds["memcpy"] / seconds[name], 3)
         for name, other in _COMPARED:
             if name in seconds and other in seconds:
-                row[f"{name}_to_{other.removesuffix('_' + name)}"] = round(seconds[other] / seconds[name], 2)
+                plain = name.removeprefix("direct_")
+                row[f"{name}_to_{other.removesuffix('_' + plain)}"] = round(seconds[other] / seconds[name], 2)
         if case.fragments == 1:
             added = seconds["verified_copy"] - seconds["plain_copy"]
             row["checksum_share"] = round(added / seconds["load"], 3)

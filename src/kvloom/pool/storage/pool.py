@@ -56,6 +56,7 @@ class Terms(NamedTuple):
     can_save: bool  # the tenant's rate is unlimited, and every block's home is this node
     has_others: bool  # other nodes may have what is not here
     keyring_version: c_uint64  # incremented when the session's key may have been revoked
+    is_direct: bool = False  # the client may write into memory that is reserved for it
     board: Bytes | None = None  # where the client writes leases that it has read; None = it sends Release
 
 

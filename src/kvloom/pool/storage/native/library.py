@@ -83,6 +83,7 @@ class Terms(ctypes.Structure):
         ("has_others", c_int64),
         ("budget_version", POINTER(c_uint64)),
         ("keyring_version", POINTER(c_uint64)),
+        ("is_direct", c_int64),
         ("board", c_void_p),
     ]
 

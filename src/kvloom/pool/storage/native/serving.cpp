@@ -1,7 +1,5 @@
 #include "serving.hpp"
 
-#include "requests.hpp"
-
 namespace pool {
 
 namespace {
@@ -9,13 +7,13 @@ namespace {
 using ems::BodyReader;
 using ems::Frame;
 
-constexpr int64_t kKeysAtOnce = 64;               // keys handled per hold of the lock, so that other sessions get turns
 constexpr int64_t kSendNs = int64_t{10} * 1000000000;  // time limit for sending answers; then the client counts as gone
 constexpr int64_t kHeldShare = 4;                 // 1 / kHeldShare of the staging area may wait for held-back answers
 constexpr int64_t kAheadShare = 16;               // at most 1 / kAheadShare of a quota is kept free for the next batch
 }  // namespace
 
 Serving::~Serving() {
+    drop_reserved();
     end_batch();
     for (std::vector<Id> ids; !(ids = leases_.end_one()).empty();) {
         unpin(ids);
@@ -28,7 +26,12 @@ int Serving::next(uint64_t valid_at, Frame& frame) {
         if (problem != 0 && problem != ems::kMalformed) {
             return problem;
         }
-        const bool is_ours = problem == 0 && terms_.keyring_version->load() == valid_at && answer(frame);
+        if (problem == 0 && frame.header.op == ems::kReserve) {
+            drop_reserved();  // whoever answers
+        }
+        // what was reserved is committed here, also when the client's key is to be checked again
+        const bool is_due = terms_.keyring_version->load() == valid_at || (has_reserved_ && frame.header.op == ems::kCommit);
+        const bool is_ours = problem == 0 && is_due && answer(frame);
         if (!(is_held_ && is_ours && has_frame())) {
             if (const int failure = flush()) {
                 return failure;
@@ -65,6 +68,10 @@ bool Serving::answer(const Frame& frame) {
     switch (frame.header.op) {
         case ems::kSave:
             return save(frame);
+        case ems::kReserve:
+            return reserve(frame);
+        case ems::kCommit:
+            return commit(frame);
         case ems::kLoad:
             return load(frame);
         case ems::kPick:
@@ -136,15 +143,7 @@ bool Serving::save(const Frame& frame) {
 
 // Saves a part of a message's blocks, up to the first one without room.
 void Serving::store(Save& part) {
-    Glance& glance = handle_->glance;
-    if (glance.looked_at != terms_.budget_version->load()) {
-        callbacks_.look();
-    }
-    part.may_grow = glance.may_grow;
-    while (write(handle_, xxh3_, part) == kNeedsMemory) {
-        part.may_grow = callbacks_.grow();
-    }
-    close_left();
+    with_memory(part, [&] { return write(handle_, xxh3_, part); });
     const int64_t last = part.num_done - 1;
     if (last >= 0 && part.statuses[last] == kNoRoom && end_read()) {
         part.num_done = last;  // the last one is tried again
@@ -152,8 +151,7 @@ void Serving::store(Save& part) {
     for (int64_t i = 0; i < part.num_done; i++) {
         const uint32_t slot = slot_bytes(static_cast<uint32_t>(part.lengths[i]));
         if (part.statuses[i] == kStored) {
-            num_stored_++;
-            largest_slot_ = std::max(largest_slot_, slot);
+            count_stored(part.lengths[i]);
         } else if (part.statuses[i] == kNoRoom || part.statuses[i] == kLeft) {
             part.statuses[i] = static_cast<uint8_t>(callbacks_.refuse(&part.keys[i], slot));
         }

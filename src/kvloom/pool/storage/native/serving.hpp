@@ -1,15 +1,108 @@
-// Serves one session's requests from the pool without Python: save, load, exists, and pick and has for values. Requests
-// that concern the node (other nodes, limits, staging areas) and malformed ones are passed to Python, frame by frame,
-// in order.
+// Serves one session's requests from the pool without Python: save, load, exists; reserve and commit for clients that
+// write into the pool themselves; pick and has for values. Requests that concern the node (other nodes, limits, staging
+// areas) and malformed ones are passed to Python, frame by frame, in order.
 #pragma once
 
+#include <algorithm>
 #include <map>
+#include <numeric>
 #include <utility>
 
 #include "batch.hpp"
 #include "stream.hpp"
 
 namespace pool {
+
+constexpr int64_t kKeysAtOnce = 64;  // keys handled per hold of the lock, so that other sessions get turns
+
+// The following decode requests from frames. Invalid ones (is_good = false) are left to Python.
+
+// The keys of a request, and whether it concerns this node only. Points into the frame.
+struct Asked {
+    const Key* keys = nullptr;
+    int64_t num = 0;
+    bool is_local = false;
+    bool is_good = false;
+
+    explicit Asked(const ems::Frame& frame) {
+        ems::BodyReader body = frame.body();
+        size_t size;
+        keys = reinterpret_cast<const Key*>(body.bytes(size));
+        is_local = body.boolean();
+        num = static_cast<int64_t>(size / sizeof(Key));
+        is_good = body.is_good(1) && size % sizeof(Key) == 0 && num <= ems::kMaxKeys;
+    }
+};
+
+// A request to save blocks: their keys, and offsets and lengths in the staging area. Points into the frame.
+struct ToSave {
+    const Key* keys = nullptr;
+    const Key* parent = nullptr;  // the key before the first, or null
+    std::vector<int64_t> offsets;
+    std::vector<int64_t> lengths;
+    bool is_last = true;
+    bool is_chain = true;
+    bool is_good = false;
+
+    explicit ToSave(const ems::Frame& frame) {
+        ems::BodyReader body = frame.body();
+        size_t num_keys, num_parent;
+        keys = reinterpret_cast<const Key*>(body.bytes(num_keys));
+        body.integers(offsets);
+        body.integers(lengths);
+        const uint8_t* before = body.bytes(num_parent);
+        parent = num_parent > 0 ? reinterpret_cast<const Key*>(before) : nullptr;
+        body.boolean();  // whether a copy is kept on this node; without other nodes it always is
+        is_last = body.boolean(true);
+        is_chain = body.boolean(true);
+        const size_t num = num_keys / sizeof(Key);
+        is_good = body.is_good(4) && num_keys % sizeof(Key) == 0 && num <= ems::kMaxKeys && offsets.size() == num &&
+                  lengths.size() == num && (num_parent == 0 || num_parent == sizeof(Key));
+    }
+
+    int64_t bytes() const { return std::accumulate(lengths.begin(), lengths.end(), int64_t{0}); }
+
+    bool is_within(int64_t arena_bytes) const {
+        for (size_t i = 0; i < lengths.size(); i++) {
+            if (lengths[i] <= 0 || lengths[i] > ems::kMaxBlockBytes || offsets[i] < 0 ||
+                offsets[i] > arena_bytes - lengths[i]) {
+                return false;
+            }
+        }
+        return true;
+    }
+};
+
+// A request to reserve memory for blocks that follow one another. Points into the frame.
+struct ToReserve {
+    const Key* keys = nullptr;
+    const Key* parent = nullptr;  // the key before the first, or null
+    std::vector<int64_t> lengths;
+    bool is_good = false;
+
+    explicit ToReserve(const ems::Frame& frame) {
+        ems::BodyReader body = frame.body();
+        size_t num_keys, num_parent;
+        keys = reinterpret_cast<const Key*>(body.bytes(num_keys));
+        body.integers(lengths);
+        const uint8_t* before = body.bytes(num_parent);
+        parent = num_parent > 0 ? reinterpret_cast<const Key*>(before) : nullptr;
+        const size_t num = num_keys / sizeof(Key);
+        const auto is_size = [](int64_t length) { return length > 0 && length <= ems::kMaxBlockBytes; };
+        is_good = body.is_good(1) && num_keys % sizeof(Key) == 0 && num <= ems::kMaxKeys && lengths.size() == num &&
+                  (num_parent == 0 || num_parent == sizeof(Key)) && std::all_of(lengths.begin(), lengths.end(), is_size);
+    }
+};
+
+// Whether the next request has arrived and is the last save of a batch: its client then waits for all answers.
+inline bool ends_batch(const ems::FrameStream& stream) {
+    ems::Frame next{};
+    if (!stream.peek(next) || next.header.op != ems::kSave) {
+        return false;
+    }
+    const ToSave wanted(next);
+    return wanted.is_good && wanted.is_last;
+}
 
 // Python functions that a session calls; they take the interpreter lock and do not raise.
 struct Callbacks {
@@ -25,6 +118,7 @@ struct Terms {
     int64_t has_others;  // other nodes may hold blocks that are missing here
     const std::atomic<uint64_t>* budget_version;
     const std::atomic<uint64_t>* keyring_version;
+    int64_t is_direct;  // the client may write into memory that is reserved for it
     const std::atomic<int64_t>* board;  // shared memory in which the client marks leases as read; null = none
 };
 
@@ -122,6 +216,9 @@ class Serving {
 
     bool answer(const ems::Frame& frame);
     bool save(const ems::Frame& frame);
+    bool reserve(const ems::Frame& frame);
+    bool commit(const ems::Frame& frame);
+    void drop_reserved();
     bool load(const ems::Frame& frame);
     bool pick(const ems::Frame& frame);
     bool exists(const ems::Frame& frame);
@@ -129,6 +226,9 @@ class Serving {
     bool release(const ems::Frame& frame);
     void say_found(const ems::Frame& request, const std::vector<Id>& ids, uint8_t cause);
     void store(Save& part);
+    template <typename Step>
+    void with_memory(Save& part, Step step);
+    void count_stored(int64_t length);
     int flush();
     bool rest();
     void end_batch();
@@ -156,9 +256,37 @@ class Serving {
     std::vector<Id> batch_;  // the batch's blocks, pinned until rest() so that neither it nor the next one evicts them
     bool is_in_batch_ = false;  // the batch's next message is expected: work that can wait is not done
     bool has_ended_ = false;
+    // Memory that the client is writing to, and whose it is until its commit.
+    struct Reserved {
+        Key key;
+        Key parent;
+        bool has_parent;
+        uint64_t offset;
+        uint32_t length;
+    };
+    std::vector<Reserved> reserved_;
+    bool has_reserved_ = false;  // a commit of `reserved_`, which may be empty, is expected
     int64_t num_stored_ = 0;     // of the batch
     uint32_t largest_slot_ = 0;  // of the batch
     Leases leases_;
 };
+
+// Repeats a step of a save with more memory, as long as it needs some and the tenant's budget allows it.
+template <typename Step>
+void Serving::with_memory(Save& part, Step step) {
+    if (handle_->glance.looked_at != terms_.budget_version->load()) {
+        callbacks_.look();
+    }
+    part.may_grow = handle_->glance.may_grow;
+    while (step() == kNeedsMemory) {
+        part.may_grow = callbacks_.grow();
+    }
+    close_left();
+}
+
+inline void Serving::count_stored(int64_t length) {
+    num_stored_++;
+    largest_slot_ = std::max(largest_slot_, slot_bytes(static_cast<uint32_t>(length)));
+}
 
 }  // namespace pool

@@ -84,6 +84,7 @@ class NativeServing:
             terms.has_others,
             ctypes.pointer(owner.budget_version),
             ctypes.pointer(terms.keyring_version),
+            terms.is_direct,
             address_of(terms.board) if terms.board is not None else None,
         )
         short = self._functions.short
