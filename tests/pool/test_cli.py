@@ -4,11 +4,13 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -317,6 +319,27 @@ def test_a_token_file_that_is_empty_is_told_by_its_option(tmp_path):
     (tmp_path / "token").touch()
     answer = run("control", f"--secret-file={secret_in(tmp_path)}", f"--admin-token-file={tmp_path / 'token'}")
     assert answer.output == f"kvloom pool control: --admin-token-file: {tmp_path / 'token'} is empty\n"
+
+
+HALF_A_BODY = b"PUT /v1/tenants/a HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nContent-Length: 9\r\n\r\n{"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [b"", HALF_A_BODY], ids=["idle", "half a body"])
+@pytest.mark.usefixtures("really_started")
+def test_a_control_plane_ends_on_a_signal_whatever_its_clients_do(tmp_path, number, sent):
+    (tmp_path / "token").write_text("t")
+    files = f"--secret-file={secret_in(tmp_path)}", f"--admin-token-file={tmp_path / 'token'}"
+    options = *files, f"--state={tmp_path / 'db'}", "--listen=127.0.0.1:0", "--allowed-host=x"
+    command = [sys.executable, "-m", "kvloom", "pool", "control", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        port = int(process.stdout.readline().rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(sent)
+            assert httpx.get(f"http://127.0.0.1:{port}/healthz").status_code == 200  # so it has read what was sent
+            process.send_signal(number)
+            assert process.wait(WAIT_S) == 0
+        assert "Traceback" not in process.stderr.read()
 
 
 def secret_in(folder: Path) -> Path:

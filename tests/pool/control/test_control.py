@@ -1,14 +1,11 @@
 """The control plane: credentials, tenants, nodes, and agents that follow it."""
 
-import socket
-import time
 from contextlib import ExitStack, closing
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
-import uvicorn
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
@@ -17,35 +14,9 @@ from kvloom.pool.auth import node_token
 from kvloom.pool.control.service import build_app
 from kvloom.pool.control.state import Conflict, ControlState, Heartbeat, Orders
 from kvloom.pool.node import NodeStats, PoolStats
-from tests.support.asgi import PromptServer, in_thread
 from tests.support.pool.agents import SECRET, new_kv, running_agent, session, slots_of
+from tests.support.pool.control import ADMIN, TOKEN, Clock
 from tests.support.waiting import until
-
-TOKEN = "an admin token"
-ADMIN = {"Authorization": f"Bearer {TOKEN}"}
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def state(clock):
-    with closing(ControlState(":memory:", clock)) as opened:
-        yield opened
-
-
-@pytest.fixture
-def api(state):
-    return TestClient(build_app(state, TOKEN, SECRET), headers=ADMIN)
 
 
 def test_a_wrong_token_is_refused(api):
@@ -227,16 +198,6 @@ def test_a_node_is_told_once_what_to_evict(api, state):
     for size in (5, 6):
         assert api.post("/v1/nodes/a/blocks:evict", json={"tenant": "t", "bytes": size}).status_code == 202
     assert [orders.evict for orders in heard_of(state, "b", "a", "a")] == [[], [("t", 5), ("t", 6)], []]
-
-
-@pytest.fixture
-def served(clock):
-    """An admin client of a control plane that listens on a port."""
-    with closing(ControlState(":memory:", time.time)) as state, socket.create_server(("127.0.0.1", 0)) as sock:
-        config = uvicorn.Config(build_app(state, TOKEN, SECRET), log_level="error", lifespan="off", ws="none")
-        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        with in_thread(PromptServer(config), sock), httpx.Client(base_url=url, headers=ADMIN) as client:
-            yield client
 
 
 def controlled(stack, url, name, **changes):

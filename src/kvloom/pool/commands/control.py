@@ -6,6 +6,7 @@ import sqlite3
 import time
 from contextlib import closing
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -19,6 +20,8 @@ from kvloom.pool.config import parse_address, read_option, read_secret
 from kvloom.pool.control.service import build_app
 from kvloom.pool.control.state import ControlState
 from kvloom.reading import read_text
+
+_FAREWELL_S = 1  # for requests under way when it is told to stop
 
 
 def control(
@@ -44,7 +47,8 @@ def control(
         ):
             if not admin_token_file:
                 typer.echo(f"admin token: {token}")
-            settings = uvicorn.Config(build_app(opened, token, secret, hosts), log_level="warning")
+            app = build_app(opened, token, secret, hosts)
+            settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_FAREWELL_S)
             _ControlServer(settings, listener).run(sockets=[listener])
     except sqlite3.Error as error:
         typer.echo(f"kvloom pool control: --state {state}: {error}", err=True)
@@ -63,7 +67,7 @@ def _token(path: Path) -> str:
 
 
 class _ControlServer(uvicorn.Server):
-    """Says where it serves as soon as it does."""
+    """Says where it serves as soon as it does. SIGTERM and SIGINT end it, with 0, whatever its clients do."""
 
     def __init__(self, settings: uvicorn.Config, listener: socket.socket) -> None:
         super().__init__(settings)
@@ -73,3 +77,9 @@ class _ControlServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         typer.echo(self._line)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by uvicorn on SIGTERM and SIGINT. Its own method notes the signal to raise it again at the end, which
+        would kill the process before the state is closed.
+        """
+        self.should_exit = True

@@ -4,6 +4,7 @@ Administrators show a bearer token; nodes show one derived from the cluster's se
 and error_msg. Nodes go on with what they know while it is down.
 """
 
+import asyncio
 import hmac
 import sqlite3
 from collections.abc import Awaitable, Callable
@@ -13,7 +14,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -26,6 +27,7 @@ from kvloom.pool.metrics import render
 
 _MAX_BODY_BYTES = 1 << 20
 _MAX_HEARTBEAT_BYTES = 64 << 20  # a node tells of each of its tenants
+_BODY_S = 30.0  # for a body to arrive
 _MAX_BYTES = 2**63 - 1  # that the state's file can hold
 _MAX_OVERLAP_S = 30 * 86400
 
@@ -69,6 +71,13 @@ def _error(status: int, code: str, message: str) -> Response:
     return JSONResponse({"error_code": code, "error_msg": message}, status)
 
 
+def _cut_off(status: int, code: str, message: str) -> Response:
+    """The answer to a request whose body is not read to its end: the connection cannot be used again."""
+    answer = _error(status, code, message)
+    answer.headers["connection"] = "close"
+    return answer
+
+
 def _refused(path: str, refused: Refusal) -> Response:
     return _error(refused.status, f"EMS.{refused.status:04d}", refused.text)
 
@@ -79,7 +88,7 @@ _Handler = Callable[[ControlState, Request, bytes], Response]
 def _guarded(
     handler: _Handler, state: ControlState, token: str, refused: RefusedLogins, max_bytes: int = _MAX_BODY_BYTES
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Checks the bearer token and the size of the body; turns errors into answers."""
+    """Checks the bearer token, the size of the body and that it arrives; turns errors into answers."""
 
     async def endpoint(request: Request) -> Response:
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
@@ -88,10 +97,16 @@ def _guarded(
             refused.note(f"{request.method} {request.url.path} from {request.client.host if request.client else '-'}")
             return _error(401, "EMS.0401", "wrong or missing bearer token")
         body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > max_bytes:
-                return _error(413, "EMS.0413", f"the body exceeds {max_bytes} bytes")
+        try:
+            async with asyncio.timeout(_BODY_S):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > max_bytes:
+                        return _cut_off(413, "EMS.0413", f"the body exceeds {max_bytes} bytes")
+        except (TimeoutError, ClientDisconnect):
+            return _cut_off(408, "EMS.0408", f"the body did not arrive in {_BODY_S:g} s")
+        except asyncio.CancelledError:  # by the server, a while after it was told to stop
+            return _cut_off(503, "EMS.0503", "the control plane is stopping")
         try:
             return await run_in_threadpool(handler, state, request, bytes(body))
         except tuple(_ERRORS) as error:
