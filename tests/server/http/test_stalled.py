@@ -1,4 +1,4 @@
-"""Clients that do not read their answers are disconnected, and a stopping server does not wait for them."""
+"""Clients that do not read their answers are disconnected; a stopping server waits neither for them nor for bodies."""
 
 import asyncio
 import contextlib
@@ -110,3 +110,14 @@ def test_a_server_that_stops_does_not_wait_for_who_takes_nothing_and_logs_no_tra
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=WAIT_S) == 0
     assert not [line for line in server.lines if "Traceback" in line or "ERROR" in line]
+
+
+def test_a_server_that_stops_does_not_wait_for_half_a_body_and_logs_no_traceback():
+    with serve("--backend", "fake") as server, socket.socket() as sock:
+        sock.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{")
+        assert httpx.get(server.url + "/health").status_code == 200  # so it has read what was sent
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=WAIT_S) == 0
+        assert sock.recv(1000).startswith(b"HTTP/1.1 499 ")
+    assert not [line for line in server.lines if "Traceback" in line]

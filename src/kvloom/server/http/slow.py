@@ -147,7 +147,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class BodyTimeoutMiddleware:
-    """ASGI: a request whose body is not complete after `limit_s` seconds counts as disconnected."""
+    """ASGI: a request whose body is not complete after `limit_s` seconds, or when the server ends, counts as
+    disconnected.
+    """
 
     def __init__(self, app: ASGIApp, limit_s: float = BODY_TIMEOUT_S) -> None:
         self._app = app
@@ -169,8 +171,9 @@ class BodyTimeoutMiddleware:
                     message = await receive()
             except TimeoutError:
                 logger.warning("request given up: its body is too slow")
-                is_whole = True
-                return {"type": "http.disconnect"}
+                message = {"type": "http.disconnect"}
+            except asyncio.CancelledError:  # by uvicorn, a second after the server was told to stop
+                message = {"type": "http.disconnect"}
             is_whole = message["type"] != "http.request" or not message.get("more_body", False)
             return message
 
