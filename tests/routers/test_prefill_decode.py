@@ -13,6 +13,7 @@ import pytest
 from tests.support.configs import mock_document
 from tests.support.pool.faults import AgentProcess
 from tests.support.processes import ServeProcess, serve
+from tests.support.waiting import until
 from tests.support.wire.routers import VLLM, router, text_of
 
 PROMPT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 4
@@ -55,6 +56,7 @@ def parted(tmp_path_factory) -> Iterator[Parted]:
         agent = stack.enter_context(AgentProcess(folder / "ems.sock"))
         one, two = (stack.enter_context(pooled(folder / name, agent.socket)) for name in ("prefill", "decode"))
         lone = stack.enter_context(pooled(folder / "lone", None))
+        until(lambda: computed(two, TEXT).get("kv_pool", {}).get("pool"))  # its name is known after the first steps
         arguments = ("--vllm-pd-disaggregation", "--prefill", one.url, "--decode", two.url)
         yield Parted(one, two, lone, stack.enter_context(router(VLLM, *arguments)))
 
