@@ -1,7 +1,7 @@
 """The cost of loads from another node: `python -m benches.pool.nodes`.
 
-Pairs of agents on loopback take turns with streams of the same bytes, over plain TCP and inside TLS by the same
-library, which are not checksummed, kept or copied: with the C++ libraries and without, in plain text and inside TLS,
+Pairs of agents on loopback take turns with streams of the same bytes, over plain TCP and inside TLS by Python's `ssl`,
+which are not checksummed, kept or copied: with the C++ libraries and without, in plain text and inside TLS,
 over one, two and four connections; and with three bare processes that do only the indispensable work of a load (`bare`,
 `tls_bare`). 64 blocks a load. A JSON line a block size: ratios to the plain stream and, inside TLS, to the one inside
 TLS, and nanoseconds of processor a byte that the loading node, the node loaded from and the client take.

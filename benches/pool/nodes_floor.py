@@ -8,6 +8,7 @@ import contextlib
 import mmap
 import os
 import socket
+import ssl
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ import psutil
 import xxhash
 
 from kvloom.net.devcerts import make_files
-from kvloom.net.tls import MutualTls
+from kvloom.net.tls import load_context
 from kvloom.net.tlsconfig import TlsConfig, node_paths
 
 Bytes = npt.NDArray[np.uint8]
@@ -132,9 +133,8 @@ def _connection(sock: socket.socket, files: TlsConfig | None, is_server: bool) -
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if files is None:
         return sock
-    connection = MutualTls(files).wrap(sock, is_server)
-    connection.do_handshake()
-    return cast(Connection, connection)
+    context = load_context(files, ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    return cast(Connection, context.wrap_socket(sock, server_side=is_server))
 
 
 def _reading(connection: Connection) -> Callable[[memoryview], int]:

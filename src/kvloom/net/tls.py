@@ -1,6 +1,5 @@
 """Files of mutual TLS: CA, certificate, encrypted key, its password and revocation lists, all checked."""
 
-import socket
 import ssl
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,7 +8,6 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
-from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from kvloom.mistakes import reason_of
 from kvloom.net.keystore import KeyStore, KeyStoreError, is_encrypted
@@ -25,17 +23,25 @@ WRITABLE_BY_OWNER = 0o022  # mode bits that a public file must not have
 PublicKey = rsa.RSAPublicKey | ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey | ed448.Ed448PublicKey
 
 
-def load_context(config: TlsConfig, protocol: int) -> ssl.SSLContext:
-    """A context of ssl.PROTOCOL_TLS_SERVER or _CLIENT: TLS 1.2 or later; the peer must have a certificate of the CA.
-
-    Host names are not checked. Raises TlsError, one sentence, for the first problem.
-    """
+def check_files(config: TlsConfig) -> bytes | None:
+    """The password of the key, None when it has none. Raises TlsError, one sentence, for the first problem."""
     now = datetime.now(UTC)
     authorities = [certificate for path in config.ca_files for certificate in _authorities(config.names.ca, path, now)]
     if not authorities:
         raise TlsError(f"{config.names.ca}: at least one CA certificate is needed to check the other side")
     password = _password(config)
     _check_pair(config, password, now)
+    if config.crls:
+        _check_crls(config, authorities, now)
+    return password
+
+
+def load_context(config: TlsConfig, protocol: int) -> ssl.SSLContext:
+    """A context of ssl.PROTOCOL_TLS_SERVER or _CLIENT: TLS 1.2 or later; the peer must have a certificate of the CA.
+
+    Host names are not checked. Raises TlsError, one sentence, for the first problem.
+    """
+    password = check_files(config)
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(CIPHERS_TLS12)
@@ -44,60 +50,13 @@ def load_context(config: TlsConfig, protocol: int) -> ssl.SSLContext:
     context.verify_mode = ssl.CERT_REQUIRED
     try:
         context.load_cert_chain(config.cert, config.key, password or b"")
-        for path in config.ca_files:
+        for path in (*config.ca_files, *config.crls):
             context.load_verify_locations(path)
         if config.crls:
-            _check_crls(config, authorities, now)
-            for path in config.crls:
-                context.load_verify_locations(path)
             context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
     except (ssl.SSLError, OSError) as error:
         raise TlsError(f"the TLS files cannot be loaded: {reason_of(error)}") from error
     return context
-
-
-class MutualTls:
-    """Both sides of connections between nodes: TLS 1.3, and each side has a certificate of the CA, for either role.
-
-    Names in certificates are not compared with addresses: any certificate of the CA is accepted. May be called from any
-    thread.
-    """
-
-    def __init__(self, config: TlsConfig) -> None:
-        """Raises TlsError, one sentence."""
-        self._config = config
-        self.reload()
-
-    def reload(self) -> None:
-        """New connections use the present files. Raises TlsError and keeps the old ones in use if these are invalid."""
-        contexts = [load_context(self._config, side) for side in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)]
-        _check_usage(self._config)
-        for context in contexts:
-            context.minimum_version = ssl.TLSVersion.TLSv1_3
-        contexts[1].num_tickets = 0  # a resumed session would not be checked against a newer revocation list
-        self._revoked = _revoked(self._config)
-        self._client, self._server = contexts
-
-    def is_revoked(self, certificate: bytes) -> bool:
-        """Whether the revocation lists in use contain the certificate, in DER form, of an existing connection."""
-        shown = x509.load_der_x509_certificate(certificate)
-        return (shown.issuer, shown.serial_number) in self._revoked
-
-    def wrap(self, sock: socket.socket, is_server: bool) -> ssl.SSLSocket:
-        """Take over a connected socket, without a handshake. Raises OSError when it has been disconnected."""
-        context = self._server if is_server else self._client
-        return context.wrap_socket(sock, server_side=is_server, do_handshake_on_connect=False)
-
-
-def _check_usage(config: TlsConfig) -> None:
-    certificate = x509.load_pem_x509_certificates(config.cert.read_bytes())[0]
-    try:
-        usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-    except x509.ExtensionNotFound:
-        return
-    if not {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH} <= set(usage):
-        what = f"the certificate in {config.cert} must be for servers and clients, a node is both"
-        raise TlsError(f"{config.names.cert}: {what}")
 
 
 def _read(option: str, path: Path, forbidden_mode: int) -> bytes:
@@ -191,13 +150,12 @@ def _check_crls(config: TlsConfig, authorities: list[x509.Certificate], now: dat
             raise TlsError(f"{config.names.crl}: {shown} has no revocation list of {whose}")
 
 
-def _revoked(config: TlsConfig) -> frozenset[tuple[x509.Name, int]]:
-    """Issuer and serial number of each certificate in a revocation list of its CA."""
+def revocation_lists(config: TlsConfig) -> list[x509.CertificateRevocationList]:
+    """The lists in its files that are signed by one of its CAs. Raises TlsError."""
     now = datetime.now(UTC)
     authorities = [certificate for path in config.ca_files for certificate in _authorities(config.names.ca, path, now)]
     lists = [each for path in config.crls for each in _crls(config.names.crl, path, now)]
-    signed = [each for each in lists if any(_is_signed(each, authority) for authority in authorities)]
-    return frozenset((each.issuer, one.serial_number) for each in signed for one in each)
+    return [each for each in lists if any(_is_signed(each, authority) for authority in authorities)]
 
 
 def _crls(option: str, path: Path, now: datetime) -> list[x509.CertificateRevocationList]:

@@ -7,7 +7,6 @@ import secrets
 import selectors
 import signal
 import socket
-import ssl
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from kvloom.pool.auth import read_credentials
 from kvloom.pool.cluster.native.library import prepare as prepare_stream
 from kvloom.pool.cluster.peer_session import PeerSession
 from kvloom.pool.cluster.peers import Peers
-from kvloom.pool.cluster.tls_channel import Complaints, TlsChannel, problem_of
+from kvloom.pool.cluster.secured import Complaints, SecuredChannel, TlsBroken, problem_of
 from kvloom.pool.config import AgentConfig, read_option
 from kvloom.pool.door import BACKLOG, Door
 from kvloom.pool.node import Node, NodeStats, collect
@@ -38,7 +37,7 @@ from kvloom.pool.stores.engine import open_engine
 from kvloom.pool.stores.tier import EngineTier
 
 if TYPE_CHECKING:
-    from kvloom.net.tls import MutualTls
+    from kvloom.pool.cluster.tls_channel import NodeTls
     from kvloom.pool.control.link import ControlLink
     from kvloom.pool.node_http import NodeHttp
 
@@ -51,9 +50,9 @@ _GC_THRESHOLDS = (100_000, 10, 10)
 _SWITCH_S = 0.0005  # longest time that a session may delay the short answers of others
 
 
-def _open_tls(config: TlsConfig) -> "MutualTls":
-    """Raises TlsError. Imports cryptography only if connections are encrypted."""
-    opened: MutualTls = import_module("kvloom.net.tls").MutualTls(config)
+def _open_tls(config: TlsConfig) -> "NodeTls":
+    """Raises TlsError. Imports OpenSSL only if connections are encrypted."""
+    opened: NodeTls = import_module("kvloom.pool.cluster.tls_channel").NodeTls(config)
     return opened
 
 
@@ -160,7 +159,7 @@ class Agent:
         is available.
         """
         is_tcp = sock.family != socket.AF_UNIX
-        channel = TlsChannel(self.tls, sock, is_server=True) if self.tls and is_tcp else Channel(sock)
+        channel = self.tls.channel(sock, is_server=True) if self.tls and is_tcp else Channel(sock)
         with self._lock:
             self._sessions.add(channel)
         caller = f"a node at {address[0]}" if is_tcp else ""
@@ -175,7 +174,7 @@ class Agent:
     def _serve(self, channel: Channel, caller: str) -> None:
         sock, deadline_s = channel.sock, time.monotonic() + _HELLO_S
         try:
-            if isinstance(channel, TlsChannel):
+            if isinstance(channel, SecuredChannel):
                 channel.handshake(deadline_s)
                 channel.refuse_revoked()
             frame = channel.receive(deadline_s)
@@ -191,7 +190,7 @@ class Agent:
                 channel.send(failure, time.monotonic() + _HELLO_S, request_id=frame.request_id)
         except CHANNEL_ERRORS as error:
             count_end(self.node.counts, error)
-            if caller and isinstance(error, WireError | ssl.SSLError):
+            if caller and isinstance(error, WireError | TlsBroken):
                 self._complaints.warn(caller, problem_of(error, self.tls is not None))
         finally:
             with self._lock:
@@ -219,7 +218,7 @@ class Agent:
 
     def _end_revoked(self) -> int:
         with self._lock:
-            revoked = [each for each in self._sessions if isinstance(each, TlsChannel) and each.is_revoked]
+            revoked = [each for each in self._sessions if isinstance(each, SecuredChannel) and each.is_revoked]
             for channel in revoked:
                 channel.abort()
         return len(revoked) + (self.peers.end_revoked() if self.peers else 0)

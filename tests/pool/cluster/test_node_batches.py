@@ -22,7 +22,7 @@ from kvloom.pool.agent import Agent
 from kvloom.pool.cluster import fetching
 from kvloom.pool.cluster.fetching import Fetch, Wanted
 from kvloom.pool.cluster.peer_line import Own, PeerLine
-from kvloom.pool.cluster.tls_channel import Complaints
+from kvloom.pool.cluster.secured import Complaints
 from kvloom.pool.config import Address
 from kvloom.pool.storage.entries import NoRoom, Reservation
 from tests.support.pool.agents import SECRET, blocks_of, running_agent

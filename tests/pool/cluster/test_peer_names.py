@@ -13,7 +13,7 @@ from ems.common.breaker import Breaker
 from ems.wire.messages import Cause
 from kvloom.pool.cluster.peer_line import Own, PeerLine
 from kvloom.pool.cluster.resolving import Lookup
-from kvloom.pool.cluster.tls_channel import Complaints
+from kvloom.pool.cluster.secured import Complaints
 from kvloom.pool.config import Address
 from tests.support.pool.agents import SECRET, new_kv, running_agent, session, slots_of
 from tests.support.waiting import until

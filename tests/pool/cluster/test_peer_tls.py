@@ -6,19 +6,21 @@ import signal
 import socket
 import ssl
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from typer.testing import CliRunner
 
 from kvloom.net.devcerts import issue, issue_node, make_authority, make_files
-from kvloom.net.tls import MutualTls
 from kvloom.net.tlsconfig import TlsError
 from kvloom.pool.cli import app
-from kvloom.pool.cluster.tls_channel import TlsChannel
+from kvloom.pool.cluster.secured import CertificateRefused, TlsBroken
+from kvloom.pool.cluster.tls_channel import NodeTls, TlsChannel
 from kvloom.pool.config import Address, AgentConfig
 from tests.support.pool.agents import SECRET, config_of, has_pushed, running_agent, session
 from tests.support.pool.faults import AgentProcess, Oracle
+from tests.support.pool.node_proxy import tcp_pair
 from tests.support.pool.node_tls import NodeFiles
 from tests.support.waiting import WAIT_S, soon, until
 
@@ -83,7 +85,7 @@ def test_blocks_are_pushed_and_loaded_inside_tls(files):
         for agent in (a, b):
             link = next(iter(agent.peers._links.values()))
             assert isinstance(link._loads[0]._channel, TlsChannel)
-            assert link._loads[0]._channel.sock.version() == "TLSv1.3"
+            assert link._loads[0]._channel.tls.get_protocol_version_name() == "TLSv1.3"
             assert count(agent, "peer_reads") > 0
             agent.node.pool("default").check()
 
@@ -122,25 +124,42 @@ def test_only_nodes_of_the_ca_exchange_blocks(files, who, caplog):
 def test_an_expired_certificate_is_refused_by_both_ends(files):
     """A node does not start with an expired certificate, but one may expire while it runs."""
     expired = issue_node(files.authority, "b", start_days=-20, num_days=10)
-    good = MutualTls(files.config("a"))
+    good = NodeTls(files.config("a"))
     with pytest.raises(TlsError, match="expired"):
-        MutualTls(files.config("b", expired))
+        NodeTls(files.config("b", expired))
     config = files.config("old", expired)
     for is_server in (True, False):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if is_server else ssl.PROTOCOL_TLS_SERVER)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
         context.load_cert_chain(config.cert, config.key)
-        with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
+        with pytest.raises(CertificateRefused, match="expired"):
             shake_hands(good, is_server, context)
 
 
+def test_a_revoked_certificate_is_told_as_such(files):
+    """To the node that refuses it, before any blocks pass, and to the one that is refused."""
+    revoked, good = issue_node(files.authority, "revoked"), files.config("a")
+    files.revoke(good, revoked)
+    here, there = tcp_pair()
+    refusing = NodeTls(good).channel(here, is_server=True)
+    refused = NodeTls(files.config("b", revoked)).channel(there, is_server=False)
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(lambda: (refused.handshake(soon()), refused.receive(soon())))
+        with pytest.raises(CertificateRefused, match=r"its certificate is refused, certificate revoked"):
+            refusing.handshake(soon())
+        refusing.close()
+        with pytest.raises(TlsBroken, match="alert certificate revoked"):
+            asked.result()
+    refused.close()
+
+
 def test_a_caller_without_a_certificate_or_with_an_old_protocol_is_refused(files):
-    good = MutualTls(files.config("a"))
+    good = NodeTls(files.config("a"))
     bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     bare.check_hostname = False
     bare.verify_mode = ssl.CERT_NONE
-    with pytest.raises(ssl.SSLError, match=r"(?i)did.not.return.a.certificate"):
+    with pytest.raises(TlsBroken, match=r"(?i)did.not.return.a.certificate"):
         shake_hands(good, True, bare)
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old.check_hostname = False
@@ -148,7 +167,7 @@ def test_a_caller_without_a_certificate_or_with_an_old_protocol_is_refused(files
     old.maximum_version = ssl.TLSVersion.TLSv1_2
     config = files.config("b")
     old.load_cert_chain(config.cert, config.key)
-    with pytest.raises(ssl.SSLError, match=r"(?i)unsupported.protocol"):
+    with pytest.raises(TlsBroken, match=r"(?i)unsupported.protocol"):
         shake_hands(good, True, old)
 
 
@@ -344,7 +363,7 @@ def test_sighup_reloads_the_process_and_a_folder_is_enough(tmp_path):
 def test_a_node_needs_a_certificate_for_both_roles(files):
     for pair in (issue(files.authority, "s", ("127.0.0.1",)), issue(files.authority, "c")):
         with pytest.raises(TlsError, match="must be for servers and clients"):
-            MutualTls(files.config("a", pair))
+            NodeTls(files.config("a", pair))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "node.example", "127.example"])

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import socket
+import ssl
 import tempfile
 import threading
 import time
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvloom.net.devcerts import make_files
-from kvloom.net.tls import MutualTls
+from kvloom.net.tls import load_context
 from kvloom.net.tlsconfig import TlsConfig, node_paths
 
 Bytes = npt.NDArray[np.uint8]
@@ -91,8 +92,7 @@ class TlsStream:
             self._process = multiprocessing.get_context("spawn").Process(target=_send_inside_tls, args=arguments)
             self._process.start()
             sock, _address = listener.accept()
-        self._receiver = MutualTls(files).wrap(sock, is_server=False)
-        self._receiver.do_handshake()
+        self._receiver = load_context(files, ssl.PROTOCOL_TLS_CLIENT).wrap_socket(sock)
 
     def receive(self, target: Bytes) -> None:
         """Fills it, `total` bytes."""
@@ -112,8 +112,8 @@ class TlsStream:
 
 def _send_inside_tls(files: TlsConfig, port: int, num_chunks: int, chunk: int) -> None:
     """Of a process of its own, until the receiver is gone."""
-    with MutualTls(files).wrap(socket.create_connection(("127.0.0.1", port)), is_server=True) as sender:
-        sender.do_handshake()
+    context = load_context(files, ssl.PROTOCOL_TLS_SERVER)
+    with context.wrap_socket(socket.create_connection(("127.0.0.1", port)), server_side=True) as sender:
         data = np.ones(chunk, np.uint8)
         while sender.recv(len(_NEXT)):
             for _ in range(num_chunks):

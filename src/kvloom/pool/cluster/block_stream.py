@@ -1,7 +1,5 @@
 """Bytes of a batch of blocks between a channel and the pool's memory, in C++ if the library is available, else in
 Python.
-
-Inside TLS the bytes come record by record through Python's `ssl`; C++ computes the checksums.
 """
 
 import errno
@@ -11,10 +9,10 @@ import numpy as np
 import xxhash
 
 from ems.common.channel import Channel
-from ems.runs import Bytes, address_of
+from ems.runs import address_of
 from ems.wire.messages import SUM_BYTES
-from kvloom.pool.cluster.native.library import CLOSED, Functions, functions
-from kvloom.pool.cluster.tls_channel import TlsChannel
+from kvloom.pool.cluster.native.library import BROKEN, CLOSED, TlsEnds, functions
+from kvloom.pool.cluster.secured import SecuredChannel, TlsBroken
 from kvloom.pool.storage.passing import Sums
 from kvloom.pool.storage.spans import Spans
 
@@ -29,16 +27,22 @@ def receive_summed(channel: Channel, spans: Spans, deadline_s: float) -> Sums:
     contents of the memory are undefined.
     """
     native, rows, sums = functions(), spans.rows, np.zeros((len(spans.rows), SUM_BYTES), np.uint8)
-    if native is None or isinstance(channel, TlsChannel):
+    if native is None:
         for i, (view, length) in enumerate(zip(spans.views(), spans.lengths, strict=True)):
             if view is None:
                 _drop(channel, length, deadline_s)
             else:
                 channel.receive_into(view.data, deadline_s)
-                _sum(view, sums[i], native)
+                sums[i] = np.frombuffer(xxhash.xxh3_128_digest(view.data), np.uint8)
         return sums
     problem = native.library.stream_receive(
-        channel.sock.fileno(), native.xxh3, address_of(rows), len(rows), _ns(deadline_s), address_of(sums)
+        channel.sock.fileno(),
+        _ends(channel),
+        native.xxh3,
+        address_of(rows),
+        len(rows),
+        _ns(deadline_s),
+        address_of(sums),
     )
     _check(problem)
     return sums
@@ -47,12 +51,17 @@ def receive_summed(channel: Channel, spans: Spans, deadline_s: float) -> Sums:
 def send_blocks(channel: Channel, spans: Spans, deadline_s: float) -> None:
     """Sends raw block bytes, block by block. Raises as the channel does."""
     native, rows = functions(), spans.rows
-    if native is None or isinstance(channel, TlsChannel):
+    if native is None:
         for view in spans.views():
             if view is not None:
                 channel.send_bytes(view.data, deadline_s)
         return
-    _check(native.library.stream_send(channel.sock.fileno(), address_of(rows), len(rows), _ns(deadline_s)))
+    how = channel.sock.fileno(), _ends(channel)
+    _check(native.library.stream_send(*how, address_of(rows), len(rows), _ns(deadline_s)))
+
+
+def _ends(channel: Channel) -> TlsEnds | None:
+    return channel.ends if isinstance(channel, SecuredChannel) else None
 
 
 def _ns(deadline_s: float) -> int:
@@ -63,17 +72,12 @@ def _check(problem: int) -> None:
     """Raises the error that the channel would raise."""
     if problem == CLOSED:
         raise ConnectionResetError("the other side closed the connection")
+    if problem == BROKEN:
+        raise TlsBroken("what came is not what was sent")
     if problem == errno.ETIMEDOUT:
         raise TimeoutError("deadline passed")
     if problem:
         raise OSError(problem, os.strerror(problem))
-
-
-def _sum(view: Bytes, out: Bytes, native: Functions | None) -> None:
-    if native is None:
-        out[:] = np.frombuffer(xxhash.xxh3_128_digest(view.data), np.uint8)
-    else:
-        native.library.stream_sum(native.xxh3, address_of(view), len(view), address_of(out))
 
 
 def _drop(channel: Channel, length: int, deadline_s: float) -> None:

@@ -2,7 +2,6 @@
 
 import secrets
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -17,11 +16,11 @@ from ems.wire.frames import WireError
 from ems.wire.messages import Cause
 from kvloom.net.listening import bracketed
 from kvloom.pool.cluster.resolving import Lookup, UnknownName
-from kvloom.pool.cluster.tls_channel import Complaints, TlsChannel, problem_of
+from kvloom.pool.cluster.secured import Complaints, SecuredChannel, TlsBroken, problem_of
 from kvloom.pool.config import Address
 
 if TYPE_CHECKING:
-    from kvloom.net.tls import MutualTls
+    from kvloom.pool.cluster.tls_channel import NodeTls
 
 _CONNECT_S = 1.0
 _MAX_REASON = 300  # characters of the peer's refusal in the log
@@ -49,7 +48,7 @@ class Own:
 
     node_id: str
     secret: bytes
-    tls: "MutualTls | None" = None
+    tls: "NodeTls | None" = None
     num_lines: int = 1
     max_block_bytes: int = 0
 
@@ -122,7 +121,7 @@ class PeerLine:
                     raise
         try:
             self._channel = self._connect(deadline_s)
-            if isinstance(self._channel, TlsChannel):
+            if isinstance(self._channel, SecuredChannel):
                 self._channel.refuse_revoked()
         except CHANNEL_ERRORS as error:
             self._complain(error)
@@ -138,9 +137,9 @@ class PeerLine:
         deadline_s = min(deadline_s, time.monotonic() + _CONNECT_S)
         sock = self._dialled(deadline_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = Channel(sock) if self._tls is None else TlsChannel(self._tls, sock, is_server=False)
+        channel = Channel(sock) if self._tls is None else self._tls.channel(sock, is_server=False)
         try:
-            if isinstance(channel, TlsChannel):
+            if isinstance(channel, SecuredChannel):
                 channel.handshake(deadline_s)
             nonce = secrets.token_bytes(NONCE_BYTES)
             challenge = ask(channel, m.Hello(self._own_id, nonce, is_peer=True), deadline_s)
@@ -186,7 +185,7 @@ class PeerLine:
         """Log a peer that misbehaves or whose name cannot be resolved; one that is down is not logged."""
         if isinstance(error, UnknownName):
             self._complaints.warn(self._name, str(error))
-        elif isinstance(error, WireError | ssl.SSLError | ConnectionResetError | BrokenPipeError):
+        elif isinstance(error, WireError | TlsBroken | ConnectionResetError | BrokenPipeError):
             self._complaints.warn(self._name, problem_of(error, self._tls is not None))
 
     def end_revoked(self) -> bool:
@@ -194,7 +193,7 @@ class PeerLine:
         did.
         """
         channel = self._channel
-        if not isinstance(channel, TlsChannel) or not channel.is_revoked:
+        if not isinstance(channel, SecuredChannel) or not channel.is_revoked:
             return False
         channel.abort()
         with self._lock:

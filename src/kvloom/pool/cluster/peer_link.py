@@ -16,7 +16,7 @@ from ems.wire.messages import Cause, Status
 from kvloom.pool.cluster.block_stream import send_blocks
 from kvloom.pool.cluster.fetching import Fetch
 from kvloom.pool.cluster.peer_line import Own, PeerLine, ask
-from kvloom.pool.cluster.tls_channel import Complaints
+from kvloom.pool.cluster.secured import Complaints
 from kvloom.pool.config import Address
 from kvloom.pool.node import Outgoing
 from kvloom.pool.storage.entries import Block

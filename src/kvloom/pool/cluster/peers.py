@@ -17,7 +17,7 @@ from kvloom.pool.storage.entries import Block
 from kvloom.pool.storage.pool import Pool
 
 if TYPE_CHECKING:
-    from kvloom.net.tls import MutualTls
+    from kvloom.pool.cluster.tls_channel import NodeTls
 
 _FETCH_THREADS = 8
 TLS_LINES = 2  # one core decrypts less than a network brings
@@ -30,7 +30,7 @@ class Peers:
         self,
         own_id: str,
         secret: bytes,
-        tls: "MutualTls | None" = None,
+        tls: "NodeTls | None" = None,
         num_lines: int = 0,
         max_block_bytes: int = 0,
     ) -> None:

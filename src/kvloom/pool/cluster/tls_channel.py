@@ -1,132 +1,104 @@
-"""TlsChannel: a Channel inside TLS; and log lines, once each, about peers whose handshake fails."""
+"""TlsChannel: a Channel inside TLS. Encryption is apart from the socket, so C++ can do both for whole batches."""
 
-import logging
+import contextlib
 import socket
-import ssl
-import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from ems.common.channel import Channel, remaining_s
-from ems.wire.frames import Frame, WireError
+from cryptography.x509 import Certificate
+from OpenSSL import SSL
 
-if TYPE_CHECKING:
-    from kvloom.net.tls import MutualTls
+from ems.common.channel import remaining_s
+from ems.wire.frames import Frame
+from kvloom.net.mutual import MutualTls, ends_of, function_at, reason_in, refusal_of
+from kvloom.pool.cluster.native.library import TLS_FUNCTIONS, TlsEnds
+from kvloom.pool.cluster.secured import CertificateRefused, SecuredChannel, TlsBroken
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_MAX_COMPLAINTS = 1024  # remembered peers; the problem of one that was forgotten is logged again
+_RECORD_BYTES = 16 << 10  # most bytes of plain text that TLS takes or gives at a time
+_AT_ONCE_BYTES = 256 << 10  # sent or received in one system call
 
 
-class RevokedError(WireError):
-    """The other side's certificate was revoked since the connection was begun."""
+class NodeTls(MutualTls):
+    """Files of mutual TLS, and the channels that use them."""
+
+    def channel(self, sock: socket.socket, is_server: bool) -> "TlsChannel":
+        """Takes over a connected socket."""
+        return TlsChannel(self, sock, is_server)
 
 
-class TlsChannel(Channel):
-    """As Channel, without descriptors. Decrypted bytes may wait inside TLS while the socket is empty, and each
-    direction may need the other one: so each call is tried first, and then waits for what TLS asks for.
+class TlsChannel(SecuredChannel):
+    """As Channel, without descriptors. `sock` carries what `tls` encrypts in memory; bytes may wait there while the
+    socket is empty, so each call asks TLS first, and waits for the socket when TLS lacks bytes.
     """
 
-    def __init__(self, files: "MutualTls", sock: socket.socket, is_server: bool) -> None:
-        """Takes over a connected socket. Raises OSError when it has been disconnected."""
+    def __init__(self, files: MutualTls, sock: socket.socket, is_server: bool) -> None:
+        super().__init__(sock)
+        self.tls = files.connection(is_server)
+        self.ends = TlsEnds(*ends_of(self.tls), *map(function_at, TLS_FUNCTIONS))
         self._files = files
-        self._tls = files.wrap(sock, is_server)
-        super().__init__(self._tls)
-        self._tls.setblocking(False)
-        self._certificate = b""
+        self._certificate: Certificate | None = None
 
     def handshake(self, deadline_s: float) -> None:
-        """Must come first. If the peer refuses our certificate, only the first `receive` reports it."""
-        self._tried(deadline_s, self._tls.do_handshake)
-        self._certificate = self._tls.getpeercert(binary_form=True) or b""
+        try:
+            self._done(deadline_s, self.tls.do_handshake)
+        except TlsBroken as error:
+            if why := refusal_of(self.tls):
+                raise CertificateRefused(why) from error
+            raise
+        self._certificate = self.tls.get_peer_certificate(as_cryptography=True)
 
     @property
     def is_revoked(self) -> bool:
-        """Whether the peer's certificate has been revoked. May be called from any thread."""
-        return bool(self._certificate) and self._files.is_revoked(self._certificate)
+        return self._certificate is not None and self._files.is_revoked(self._certificate)
 
-    def refuse_revoked(self) -> None:
-        """Raises RevokedError. Called once this connection is in the list that revocations are checked against: the
-        files may have been read again since the handshake began.
-        """
-        if self.is_revoked:
-            raise RevokedError("its certificate is refused, certificate revoked")
-
-    def _tried(self, deadline_s: float | None, call: Callable[..., T], *arguments: Any) -> T:
+    def _done(self, deadline_s: float | None, call: Callable[..., T], *arguments: Any) -> T:
+        """The result of a call of `tls`, after what it needs was received; what it has for the peer is sent."""
         while True:
             try:
-                return call(*arguments)
-            except ssl.SSLWantReadError:
-                self._wait(self._readable, deadline_s)
-            except ssl.SSLWantWriteError:
-                self._wait(self._writable, deadline_s)
+                result = call(*arguments)
+            except SSL.WantReadError:
+                self._flush(deadline_s)
+                self._fill(deadline_s)
+            except SSL.ZeroReturnError:
+                raise ConnectionResetError("the other side closed the connection") from None
+            except SSL.Error as error:
+                with contextlib.suppress(OSError):
+                    self._flush(deadline_s)  # the alert that tells the peer why
+                raise TlsBroken(reason_in(error)) from error
+            else:
+                self._flush(deadline_s)
+                return result
+
+    def _flush(self, deadline_s: float | None) -> None:
+        with contextlib.suppress(SSL.WantReadError):  # which says that nothing is left
+            while True:
+                super().send_bytes(memoryview(self.tls.bio_read(_AT_ONCE_BYTES)), deadline_s)
+
+    def _fill(self, deadline_s: float | None) -> None:
+        self._wait(self._readable, deadline_s)
+        data = self.sock.recv(_AT_ONCE_BYTES)
+        if not data:
+            raise ConnectionResetError("the other side closed the connection")
+        self.tls.bio_write(data)
 
     def has_frame(self) -> bool:
-        return self._tls.pending() > 0 or super().has_frame()
+        with contextlib.suppress(SSL.Error):
+            return bool(self.tls.recv(1, socket.MSG_PEEK))
+        return super().has_frame()
 
     def send_bytes(self, data: memoryview, deadline_s: float | None) -> None:
         while len(data):
             remaining_s(deadline_s)
-            data = data[self._tried(deadline_s, self._tls.write, data) :]
+            data = data[self._done(deadline_s, self.tls.send, data[:_RECORD_BYTES]) :]
 
     def receive(self, deadline_s: float | None = None) -> Frame:
         while (frame := self._reader.next_frame()) is None:
-            data = self._tried(deadline_s, self._tls.recv, self._reader.missing)
-            if not data:
-                raise ConnectionResetError("the other side closed the connection")
-            self._reader.feed(data)
+            self._reader.feed(self._done(deadline_s, self.tls.recv, self._reader.missing))
         return frame
 
     def receive_into(self, view: memoryview, deadline_s: float | None) -> None:
-        position, size, read = 0, len(view), self._tls.read
-        while position < size:  # a TLS record, 16 KiB, at a time, which takes fewer calls
+        while len(view):
             remaining_s(deadline_s)
-            try:
-                count = cast(int, read(size - position, view[position:]))
-            except ssl.SSLWantReadError:
-                self._wait(self._readable, deadline_s)
-                continue
-            except ssl.SSLWantWriteError:
-                self._wait(self._writable, deadline_s)
-                continue
-            if not count:
-                raise ConnectionResetError("the other side closed the connection")
-            position += count
-
-
-class Complaints:
-    """Logs a warning for each problem of a peer, once. May be called from any thread."""
-
-    def __init__(self) -> None:
-        self._said: dict[str, str] = {}
-        self._lock = threading.Lock()
-
-    def warn(self, who: str, problem: str) -> None:
-        """Log "who: problem", unless it was the last thing logged about them."""
-        with self._lock:
-            if self._said.get(who) == problem:
-                return
-            if len(self._said) >= _MAX_COMPLAINTS:
-                self._said.clear()
-            self._said[who] = problem
-        logger.warning("%s: %s", who, problem)
-
-    def forget(self, who: str) -> None:
-        """They work again: the next problem is logged."""
-        with self._lock:
-            self._said.pop(who, None)
-
-
-def problem_of(error: Exception, has_tls: bool) -> str:
-    """A description of a failed handshake that is the same at every retry. has_tls: this side uses TLS."""
-    text = str(error)
-    if isinstance(error, RevokedError):
-        return text
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is refused, {error.verify_message}"
-    if isinstance(error, ssl.SSLError):
-        text = f"the TLS handshake failed, {(error.reason or 'broken').lower().replace('_', ' ')}"
-        if "certificate" in text:
-            return text
-    return f"{text}; this node speaks {'TLS' if has_tls else 'plain text'}, does the other one too?"
+            view = view[self._done(deadline_s, self.tls.recv_into, view[:_RECORD_BYTES]) :]

@@ -12,7 +12,17 @@ from ems.wire.messages import SUM_BYTES
 
 log = logging.getLogger(__name__)
 STREAM = Library("libkvloom_stream", Path(__file__).parent)
-CLOSED = -1  # not an errno: the peer has closed the connection
+# instead of an errno: the peer has closed the connection; TLS refuses what came
+CLOSED, BROKEN = -1, -2
+TLS_FUNCTIONS = ("SSL_read", "SSL_write", "SSL_get_error", "BIO_read", "BIO_write", "ERR_clear_error")
+
+
+class TlsEnds(ctypes.Structure):
+    """`Tls` in tls.hpp: addresses of an SSL*, of the memory BIOs that it reads from and writes to, and of OpenSSL's
+    functions.
+    """
+
+    _fields_ = [(name, c_void_p) for name in ("ssl", "from_peer", "to_peer", *TLS_FUNCTIONS)]
 
 
 class Functions(NamedTuple):
@@ -24,11 +34,11 @@ class Functions(NamedTuple):
 
 def declare(library: ctypes.CDLL) -> None:
     """Declare types of arguments and results. Raises OSError when its checksums differ from Python's."""
-    functions = ctypes.POINTER(Xxh3)
+    functions, tls = ctypes.POINTER(Xxh3), ctypes.POINTER(TlsEnds)
     library.stream_sum.argtypes = [functions, c_void_p, c_uint64, c_void_p]
     library.stream_sum.restype = None
-    library.stream_receive.argtypes = [c_int, functions, c_void_p, c_int64, c_int64, c_void_p]
-    library.stream_send.argtypes = [c_int, c_void_p, c_int64, c_int64]
+    library.stream_receive.argtypes = [c_int, tls, functions, c_void_p, c_int64, c_int64, c_void_p]
+    library.stream_send.argtypes = [c_int, tls, c_void_p, c_int64, c_int64]
     library.stream_receive.restype = library.stream_send.restype = c_int
 
     def sum_of(data: bytes) -> bytes:
