@@ -107,3 +107,64 @@ def test_who_follows_hears_of_an_error_behind_what_was_said():
             feed.take()
 
     reading(read, "a")
+
+
+def test_a_reader_that_gathers_is_woken_for_the_first_delta_then_for_so_many_and_for_the_end():
+    async def read(feeds: Feeds, feed: Feed) -> None:
+        feed.gather(3)
+        came = []
+        for number in range(9):
+            waiting = asyncio.ensure_future(feed.get())
+            end = FinishReason.LENGTH if number == 8 else None
+            feeds.put([("a", Delta("a", str(number), finish_reason=end))])
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            if waiting.done():
+                came.append("".join(text for _, text in texts(waiting.result())))
+                assert len(feed.times_s) == len(came[-1])
+                assert sorted(feed.times_s) == feed.times_s
+            else:
+                waiting.cancel()
+        assert came == ["0", "123", "456", "78"]
+        assert await feed.get() is None
+
+    reading(read, "a")
+
+
+def test_of_several_requests_a_reader_that_gathers_gets_each_first_and_each_last_delta_at_once():
+    async def read(feeds: Feeds, feed: Feed) -> None:
+        feed.gather(2)
+        feeds.put([("a", Delta("a", "1"))])
+        assert texts(await feed.get()) == [(0, "1")]
+        feeds.put([("a", Delta("a", "2")), ("b", Delta("b", "1"))])
+        assert texts(await feed.get()) == [(0, "2"), (1, "1")]
+        waiting = asyncio.ensure_future(feed.get())
+        for number in "345":
+            feeds.put([("a", Delta("a", number))])
+            await asyncio.sleep(0)
+            assert not waiting.done()
+        feeds.put([("b", Delta("b", "2", finish_reason=FinishReason.EOS))])
+        assert texts(await waiting) == [(0, "3"), (0, "4"), (0, "5"), (1, "2")]
+        feeds.put([("a", Delta("a", "6"))])
+        feeds.put([("a", Delta("a", "7"))])
+        assert texts(await feed.get()) == [(0, "6"), (0, "7")]
+
+    reading(read, "a", "b")
+
+
+def test_what_is_gathered_comes_before_an_error_and_when_a_stream_is_silent():
+    async def read(feeds: Feeds, feed: Feed) -> None:
+        feed.gather(100)
+        feeds.put([("a", Delta("a", "1"))])
+        assert texts(await feed.get()) == [(0, "1")]
+        feed.tell_silence(0.01)
+        feeds.put([("a", Delta("a", "2"))])
+        assert texts(await feed.get()) == [(0, "2")]
+        feeds.put([("a", Delta("a", "3"))])
+        feeds.put([("a", GenerationFailed("it broke"))])
+        assert texts(await feed.get()) == [(0, "3")]
+        with pytest.raises(GenerationFailed):
+            await feed.get()
+        feed.__exit__()
+
+    reading(read, "a")

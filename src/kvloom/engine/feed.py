@@ -11,6 +11,8 @@ from kvloom.contract.request import Delta, FinishReason, Request
 
 log = logging.getLogger(__name__)
 
+_MOST_TOGETHER = 64  # deltas that wait for others: the reader's loop must not be busy with them for long
+
 Step = list[tuple[int, Delta]]  # what arrived since the last read: (index of the request, its delta)
 
 
@@ -25,6 +27,11 @@ class Feed:
         self.index_of = {request.id: index for index, request in enumerate(requests)}
         self._drop = drop
         self._unread: Step = []
+        self._times_s: list[float] = []  # of the deltas in _unread
+        self.times_s: list[float] = []  # when each delta of the last step read came, as time.perf_counter()
+        self._least = 1  # deltas of each request that a reader is woken for
+        self._unheard = set(self.index_of.values())  # requests without a delta yet
+        self._is_due = False  # the reader is to have what has arrived
         self._error: ServingError | None = None  # raised after all deltas before it were read
         self._is_silence_due = False
         self._reader: asyncio.Future[None] | None = None
@@ -55,23 +62,46 @@ class Feed:
 
         look()
 
-    def put(self, request_id: str, item: Delta | ServingError) -> None:
-        """Add a delta of a request. An error ends the feed for all of its requests."""
+    def gather(self, num_deltas: int) -> None:
+        """From now on `get` waits for so many deltas of each request that has not ended; the first one of a request,
+        its last one, an error and silence end the wait.
+        """
+        self._least = num_deltas
+
+    def put(self, request_id: str, item: Delta | ServingError, time_s: float | None = None) -> None:
+        """Add a delta of a request; `time_s`: when it came, None = now.
+
+        An error ends the feed for all of its requests.
+        """
         if isinstance(item, ServingError):
             self._error = self._error or item
         elif item.finish_reason is FinishReason.ERROR:
             error = item.error or "the model failed"
             self._error = self._error or (BadRequest("", error) if item.is_callers else GenerationFailed(error))
         elif self._error is None:
-            self._unread.append((self.index_of[request_id], item))
+            index = self.index_of[request_id]
+            self._unread.append((index, item))
+            self._times_s.append(time.perf_counter() if time_s is None else time_s)
+            if self._least > 1 and not self._must_tell(index, item):
+                return
+            self._is_due = True
         self._wake()
+
+    def _must_tell(self, index: int, delta: Delta) -> bool:
+        """Whether the reader is to have this delta, and all before it, at once."""
+        is_first = index in self._unheard
+        self._unheard.discard(index)
+        most = min(_MOST_TOGETHER, self._least * self._num_open)
+        return is_first or delta.finish_reason is not None or len(self._unread) >= most
 
     async def get(self) -> Step | None:
         """Wait for deltas, and return all that arrived since the last call; None when every request has ended.
 
+        `times_s` says when each came.
+
         Raises BadRequest when a request can never run, GenerationFailed when the model failed while it ran.
         """
-        while self._num_open and not (self._unread or self._error or self._is_silence_due):
+        while self._num_open and not (self._is_due or self._error or self._is_silence_due):
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         return self.take()
@@ -88,7 +118,8 @@ class Feed:
         """As `get` without waiting: an empty step when nothing has arrived."""
         if not self._num_open:
             return None
-        step, self._unread, self._is_silence_due = self._unread, [], False
+        step, self._unread, self._is_silence_due, self._is_due = self._unread, [], False, False
+        self.times_s, self._times_s = self._times_s, []
         if step:
             self._heard_s = time.monotonic()
             for _, delta in step:
@@ -126,13 +157,14 @@ class Feeds:
 
     def put(self, items: Sequence[tuple[str, Delta | ServingError]]) -> None:
         """Hand out the deltas of one engine step."""
+        now_s = time.perf_counter()
         for request_id, item in items:
             line = self._lines.get(request_id)
             if line is None:  # a bug of ours, which must not cost others their deltas
                 log.error("request %s has ended, and the engine says more of it", request_id)
                 continue
             if not line[0].is_left:
-                line[0].put(request_id, item)
+                line[0].put(request_id, item, now_s)
             if isinstance(item, ServingError) or item.finish_reason is not None:
                 line.popleft()
                 if not line:

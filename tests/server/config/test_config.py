@@ -135,6 +135,18 @@ def test_the_gap_of_streams_is_three_decode_steps_unless_it_is_given(tmp_path, g
     assert settings.build().models[0].engine.max_gap_s == 0.04
 
 
+def test_streams_send_each_token_unless_an_interval_is_given(tmp_path):
+    for document, interval in (
+        (SEED_LAYOUT, 1),
+        (changed(SEED_LAYOUT, "ScheduleParam.streamInterval", 7), 7),
+        (changed(LATER_LAYOUT, "BackendConfig.ScheduleConfig.streamInterval", 8), 8),
+    ):
+        settings = Settings(load_settings(write(tmp_path, document)))
+        assert settings.build().models[0].stream_interval == interval
+        settings.override(stream_interval=3)  # that of the command line
+        assert settings.build().models[0].stream_interval == 3
+
+
 def test_the_later_layout_is_read_too(tmp_path):
     config = Settings(load_settings(write(tmp_path, LATER_LAYOUT))).build()
     assert (config.port, config.max_link_num, config.models[0].engine.max_batch) == (1026, 1000, 200)
@@ -245,6 +257,7 @@ def test_flags_override_the_file(tmp_path):
         ("ScheduleParam.maxPreemptCount", 201, "must be at most 200 (ScheduleParam.maxBatchSize), got 201"),
         ("ScheduleParam.maxPrefillBatchSize", 300, "must be at most 200 (ScheduleParam.maxBatchSize), got 300"),
         ("ScheduleParam.maxPrefillTokens", 4095, "must be between 4096 and 409600, got 4095"),
+        ("ScheduleParam.streamInterval", 1001, "must be between 1 and 1000, got 1001"),
         ("ScheduleParam.maxDecodeGap", -0.5, "must be -1 or 0 ms and more, got -0.5"),
         ("ScheduleParam.maxDecodeGap", 100_001, "must be between -1 and 100000, got 100001"),
         ("OtherParam.ResourceParam.preAllocBlocks", 5, "must be at most 4 (maxIterTimes / cacheBlockSize), got 5"),

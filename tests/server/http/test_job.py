@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import GenerationFailed, ServingError
 from kvloom.contract.request import Delta, FinishReason, SamplingParams
 from kvloom.server.errors import BUG_TEXT
 from kvloom.server.http.job import Folding, Job, answer
 from kvloom.server.http.reply import Reply
+from kvloom.server.serving.card import ModelCard
 from kvloom.server.serving.generation import Generation
 
 GENERATION = Generation("g", ((1, 2),), SamplingParams(), 2, 2)
@@ -43,10 +45,11 @@ class Steps:
 
     def __init__(self, steps: list[Any], error: Exception | None = None) -> None:
         self._steps, self._error = steps, error
+        self.card = ModelCard("m", EngineConfig())
         self.is_closed = False
 
     async def steps(
-        self, generation: Generation, timing: object, silence_s: float | None = None
+        self, generation: Generation, timing: object, silence_s: float | None = None, num_together: int = 1
     ) -> AsyncGenerator[Any]:
         try:
             for step in self._steps:

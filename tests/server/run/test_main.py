@@ -259,6 +259,10 @@ def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["serve", "--backend", "fake", "--max-batch", "0"], "--max-batch: must be between 1 and 5000, got 0"),
         (["serve", "--backend", "fake", "--max-batch", "5001"], "--max-batch: must be between 1 and 5000, got 5001"),
         (["serve", "--backend", "fake", "--speculate", "65"], "--speculate: must be between 0 and 64, got 65"),
+        (
+            ["serve", "--backend", "fake", "--stream-interval", "0"],
+            "--stream-interval: must be between 1 and 1000, got 0",
+        ),
         (["serve", "--backend", "fake", "--max-gap-ms", "-0.5"], "--max-gap-ms: must be -1 or 0 ms and more, got -0.5"),
         (["serve", "--backend", "fake", "--max-gap-ms", "nan"], "--max-gap-ms: must be a finite number, got nan"),
         (

@@ -196,6 +196,10 @@ _SCHEDULE: dict[str, Key] = {
         _NUMBER, "ms that a step may take while somebody streams; 0 = throughput first, -1 = 3 decode steps", -1,
         1000 * MAX_GAP_S, setting="max_gap_ms", default=-1, check_more=check_gap,
     ),
+    "streamInterval": Key(
+        int, "tokens that a stream sends together, after its first", 1, 1000, setting="stream_interval",
+        default=1,
+    ),
     "supportSelectBatch": needed(bool, False, "weigh prefill against decode", setting="is_selecting"),
     "supportSwapPolicy": Key(bool, "preempted requests are swapped out to cpuMemSize", setting="is_swapping"),
     "numSpeculativeTokens": Key(

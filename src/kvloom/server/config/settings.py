@@ -365,6 +365,7 @@ _CARD_FIELDS: Sequence[str] = (
     "tool_parser",
     "reasoning_parser",
     "generation_config",
+    "stream_interval",
     "parses_special_text",
 )
 _ENGINE_FIELDS: Sequence[str] = (

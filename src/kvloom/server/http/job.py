@@ -98,6 +98,11 @@ class Job:
     beside: AbstractAsyncContextManager[object, bool | None] = field(default_factory=nullcontext)
 
 
+# Deltas of each choice that a whole answer is told of at once: it costs less, and the list of running requests still
+# shows how it goes on.
+_TOGETHER = 16
+
+
 async def answer(job: Job) -> Reply:
     """Run a job. The reply is whole, or a stream whose first frames are ready.
 
@@ -106,7 +111,8 @@ async def answer(job: Job) -> Reply:
     if job.is_streamed:
         return await begun(_frames(job), job.media_type)
     count = job.generation.num_prompt_tokens if job.tells_prompt else 0
-    async with job.beside, aclosing(job.service.steps(job.generation, job.timing)) as steps:
+    told = job.service.steps(job.generation, job.timing, num_together=_TOGETHER)
+    async with job.beside, aclosing(told) as steps:
         async for step in steps:
             for choice, delta in step:
                 count += num_items(delta)
@@ -115,7 +121,8 @@ async def answer(job: Job) -> Reply:
 
 
 async def _frames(job: Job) -> AsyncGenerator[bytes]:
-    """The frames of the answer, one item for each engine step. Closing the generator cancels the generation.
+    """The frames of the answer, one item for each engine step, or for `streamInterval` tokens. Closing the generator
+    cancels the generation.
 
     An error before the first item raises; a later one becomes the stream's end.
     """
@@ -124,7 +131,8 @@ async def _frames(job: Job) -> AsyncGenerator[bytes]:
     untold = set(range(job.generation.num_choices)) if job.tells_prompt else set()
     try:
         silence_s = sse.KEEP_ALIVE_S if job.keep_alive else None
-        async with job.beside, aclosing(job.service.steps(job.generation, job.timing, silence_s)) as steps:
+        told = job.service.steps(job.generation, job.timing, silence_s, job.service.card.stream_interval)
+        async with job.beside, aclosing(told) as steps:
             async for step in steps:
                 if not step and has_begun:
                     yield job.keep_alive

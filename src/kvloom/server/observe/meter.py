@@ -81,9 +81,9 @@ class Meter:
         self.num_received += 1
         self.last_s = time.time()
 
-    def token(self, timing: Timing, choice: int) -> None:
-        """Record a token of a choice, however the generation ends."""
-        gap_s = timing.token(choice)
+    def token(self, timing: Timing, choice: int, time_s: float) -> None:
+        """Record a token of a choice that came at `time_s` (time.perf_counter()), however the generation ends."""
+        gap_s = timing.token(choice, time_s)
         if gap_s is not None:
             self.gaps.add(gap_s)
         elif timing.num_tokens == 1 and timing.first_token_s is not None:

@@ -40,9 +40,11 @@ class Timing:
         """Tokens of the longest choice so far."""
         return int(max((count for _, count in self._choices.values()), default=0))
 
-    def token(self, choice: int) -> float | None:
-        """Record a token. Returns the seconds since the choice's previous token; None for its first."""
-        passed = time.perf_counter() - self._began
+    def token(self, choice: int, time_s: float) -> float | None:
+        """Record a token that came at `time_s` (time.perf_counter()). Returns the seconds since the choice's previous
+        token; None for its first.
+        """
+        passed = time_s - self._began
         first_s = self.first_token_s
         if first_s is None:
             first_s = self.first_token_s = passed

@@ -50,6 +50,7 @@ def serve(
     max_gap_ms: Annotated[
         float | None, typer.Option(help="Longest step while somebody streams; 0: throughput first, -1: 3 decode steps.")
     ] = None,
+    stream_interval: Annotated[int | None, typer.Option(help="Tokens sent together, after a stream's first.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="Hashes of API keys, one a line (kvloom api-key).")] = None,
     parse_special_tokens: Annotated[
         bool | None, typer.Option(help="Take special tokens in the text of messages for such.")
@@ -81,7 +82,19 @@ def serve(
 
 # flags -> settings (the same name, or the one given here): of the server, and of its only model
 _SERVER = {
-    **{name: name for name in ("host", "port", "max_seq_len", "max_batch", "max_gap_ms", "log_level", "pid_file")},
+    **{
+        name: name
+        for name in (
+            "host",
+            "port",
+            "max_seq_len",
+            "max_batch",
+            "max_gap_ms",
+            "stream_interval",
+            "log_level",
+            "pid_file",
+        )
+    },
     **{name: name for name in ("run_ahead", "lora_root", "response_store")},
     "grace": "grace_s",
     "allow_all_addresses": "allows_all_addresses",

@@ -1,5 +1,6 @@
 """Beam search over the engine: each step requests one token for every beam, whose prompt is in the prefix cache."""
 
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -86,6 +87,14 @@ class BeamFeed:
 
     def __exit__(self, *error: object) -> None:
         """Does nothing: requests are cancelled where they are awaited."""
+
+    @property
+    def times_s(self) -> list[float]:
+        """When the answers of the last step read came: now."""
+        return [time.perf_counter()] * self._count
+
+    def gather(self, num_deltas: int) -> None:
+        """Does nothing: every answer comes whole."""
 
     def tell_silence(self, every_s: float) -> None:
         """Does nothing: no delta comes before a whole answer, so no stream has begun."""

@@ -25,6 +25,7 @@ class ModelCard:
     dtype: str = "auto"  # of the weights, for routes that show it
     tool_parser: str = "auto"  # how the model writes tool calls (tool_calls.ToolForm); auto = as its template says
     reasoning_parser: str = "auto"  # "think", "none"; auto = as its template says
+    stream_interval: int = 1  # tokens of a choice that a stream sends together, after the first
     parses_special_text: bool = False  # whether special tokens written in a message are read as such
     prompts: Mapping[str, str] = field(default_factory=dict)  # prompt name -> text put before a text to embed
     lora_modules: tuple[tuple[str, Path], ...] = ()  # (name, folder) of adapters loaded at the start

@@ -4,7 +4,8 @@ Closing the generator of steps cancels all requests of a generation.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -111,9 +112,14 @@ class GenerationService:
         return self._runs.stop(id)
 
     async def steps(
-        self, generation: Generation, timing: Timing | None = None, silence_s: float | None = None
+        self,
+        generation: Generation,
+        timing: Timing | None = None,
+        silence_s: float | None = None,
+        num_together: int = 1,
     ) -> AsyncGenerator[Step]:
-        """The deltas of all choices as they arrive: a list of (choice, delta) for each engine step.
+        """The deltas of all choices as they arrive: a list of (choice, delta) for each engine step, or for
+        `num_together` deltas of each choice after its first one.
 
         With `silence_s`, an empty list after so many seconds without a step. Each choice's last delta has a
         finish_reason; there are best_of choices a prompt. Closing the generator cancels them all. `timing` is kept up
@@ -127,15 +133,16 @@ class GenerationService:
                 self._check_time(running)
                 if running.ticket.is_stopped:  # stopped before the engine got it
                     step = [(i, aborted(request)) for i, request in enumerate(running.requests)]
-                    self._count(tally, generation, step)
+                    self._count(tally, generation, step, [time.perf_counter()] * len(step))
                     yield step
                     return
                 with self._open(running) as feed:
+                    feed.gather(num_together)
                     if silence_s is not None:
                         feed.tell_silence(silence_s)
                     while (brought := await feed.get()) is not None:
                         self._check_time(running)
-                        self._count(tally, generation, brought)
+                        self._count(tally, generation, brought, feed.times_s)
                         yield brought
         except ServingError as problem:
             self.meter.failed(tally.timing)
@@ -159,11 +166,11 @@ class GenerationService:
             return self.engine.open(running.requests)
         return BeamFeed(BeamAnswers(beams, self.tokenizer, self.engine.max_seq_len), running, self.engine)
 
-    def _count(self, tally: "_Tally", generation: Generation, step: Step) -> None:
-        """Count and time the deltas of one step."""
-        for choice, delta in step:
+    def _count(self, tally: "_Tally", generation: Generation, step: Step, times_s: Sequence[float]) -> None:
+        """Count the deltas of one step, and the time when each came."""
+        for (choice, delta), time_s in zip(step, times_s, strict=True):
             if delta.token_ids:
-                self.meter.token(tally.timing, choice)
+                self.meter.token(tally.timing, choice, time_s)
             if delta.finish_reason is not None:
                 tally.end(delta.finish_reason, delta.num_cached_tokens)
                 if tally.is_done:
