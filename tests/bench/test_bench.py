@@ -182,7 +182,9 @@ def test_the_memory_of_children_is_counted():
         (["--level", "none"], "level: 'none' is none of all, server, kernels"),
         (["--url", "http://127.0.0.1:1", "--level", "all"], "level: a server at --url has its own kernels"),
         (["--url", "http://127.0.0.1:1"], "url: http://127.0.0.1:1 does not list its models"),
+        (["--url", "http://127.0.0.1:1/v1/"], "url: http://127.0.0.1:1 does not list its models"),
         (["--plot", "/no/folder/p.html"], "/no/folder/p.html: there is no folder /no/folder"),
+        (["--plot", "/tmp"], "/tmp: is a folder; name a file"),
     ],
 )
 def test_a_mistake_is_one_sentence(options, words):

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from rich.console import Console
 
+from kvloom.client import cli
 from kvloom.client.chat import Chat, ChatFailed, first_model, run
 from kvloom.server.serving.options import WireOptions
 from tests.support.servers import MODEL, FakeServer, fake_server
@@ -87,8 +88,37 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chat: Chat, monkeypatch):
 
 
 def test_a_server_that_is_not_there_is_one_sentence():
-    with httpx.Client(base_url="http://127.0.0.1:9") as client, pytest.raises(ChatFailed, match="does not answer like"):
+    with httpx.Client(base_url="http://127.0.0.1:9") as client, pytest.raises(ChatFailed) as failed:
         first_model(client)
+    assert str(failed.value).startswith("http://127.0.0.1:9 does not list its models: ")
+    assert str(failed.value).endswith("is it running? `kvloom serve` starts one")
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (404, "it answered 404 Not Found to /v1/models"),
+        (401, "it answered 401 Unauthorized to /v1/models; give its key with --api-key"),
+    ],
+)
+def test_a_server_that_refuses_to_list_its_models_is_one_line(status: int, words: str):
+    transport = httpx.MockTransport(lambda request: httpx.Response(status))
+    with pytest.raises(ChatFailed) as failed:
+        first_model(httpx.Client(base_url="http://other", transport=transport))
+    assert str(failed.value) == f"http://other does not list its models: {words}"
+
+
+def test_an_address_without_a_scheme_is_told_what_it_lacks():
+    with httpx.Client(base_url="localhost:1025") as client, pytest.raises(ChatFailed, match="begins with http:// or"):
+        first_model(client)
+
+
+@pytest.mark.parametrize("url", ["http://other", "http://other/", "http://other/v1", "http://other/v1/"])
+def test_an_address_goes_with_and_without_v1_as_for_other_clients(url: str, monkeypatch: pytest.MonkeyPatch):
+    chats: list[Chat] = []
+    monkeypatch.setattr(cli, "run", lambda chat, console: chats.append(chat))
+    cli.chat(url=url, model="m")
+    assert [chat._client.base_url for chat in chats] == ["http://other"]
 
 
 def chat_with(events: str) -> Chat:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from kvloom.bench import load as loads
 from kvloom.bench import process, report
 from kvloom.bench.client import BenchError, Target
+from kvloom.client.address import why_not_listed, without_version
 from kvloom.contract.config import WEIGHT_FORMATS
 from kvloom.contract.numbers import whole
 
@@ -54,6 +55,7 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Write an HTML page with the plots here.")] = None,
 ) -> None:
     """Measure a server, and the kernels and memory rate below it: tokens/s and time to first token."""
+    url = without_version(url) if url else url
     level = level or ("server" if url else "all")
     low_high = _numbers("token_ids", token_ids)
     if level not in LEVELS:
@@ -69,8 +71,7 @@ def bench(
         for one in _numbers("concurrency", concurrency)
     ]
     for path in (save_json, plot):
-        if path and not path.absolute().parent.is_dir():
-            raise BenchError(f"{path}: there is no folder {path.absolute().parent}")
+        _check_output(path)
     common: report.Row = {}
     subject = _Subject(url, model, weight_format, api_key, seed or loads.new_seed())
     kernels = _kernels(model, weight_format) if level != "server" else []
@@ -87,6 +88,14 @@ def bench(
             file.write(report.json_lines(points, kernels, common))
     if plot:
         plot.write_text(report.plot(f"kvloom bench {url or model or ''}".strip(), points, kernels), encoding="utf-8")
+
+
+def _check_output(path: Path | None) -> None:
+    """Raises BenchError where a file could not be written after minutes of measuring."""
+    if path and not path.absolute().parent.is_dir():
+        raise BenchError(f"{path}: there is no folder {path.absolute().parent}")
+    if path and path.is_dir():
+        raise BenchError(f"{path}: is a folder; name a file")
 
 
 def _server(subject: _Subject, wanted: list[loads.Load], common: report.Row) -> list[loads.Point]:
@@ -153,10 +162,10 @@ def _first_model(url: str, api_key: str) -> str:
     """The first model that the server lists."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        reply = httpx.get(f"{url.rstrip('/')}/v1/models", headers=headers).raise_for_status()
+        reply = httpx.get(f"{url}/v1/models", headers=headers).raise_for_status()
         return str(reply.json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise BenchError(f"url: {url} does not list its models: {error}") from None
+        raise BenchError(f"url: {url} does not list its models: {why_not_listed(error)}") from None
     except (ValueError, LookupError, TypeError):
         raise BenchError(f"url: {url} does not list its models; name one with --model") from None
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 import httpx
 from rich.console import Console
 
+from kvloom.client.address import why_not_listed
 from kvloom.contract.errors import ServingError
 
 HELP = "/reset begins anew, /exit (or Ctrl-D) ends; Ctrl-C stops an answer"
@@ -61,7 +62,9 @@ def first_model(client: httpx.Client) -> str:
         response = client.get("/v1/models")
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
-    except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except httpx.HTTPError as error:
+        raise ChatFailed(f"{client.base_url} does not list its models: {why_not_listed(error)}") from None
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ChatFailed(f"{client.base_url} does not answer like an OpenAI server: {error}") from None
 
 

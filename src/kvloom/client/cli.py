@@ -6,6 +6,7 @@ import httpx
 import typer
 from rich.console import Console
 
+from kvloom.client.address import without_version
 from kvloom.client.chat import Chat, ChatFailed, first_model, run
 from kvloom.commands import finite
 
@@ -13,7 +14,9 @@ console = Console()
 
 
 def chat(
-    url: Annotated[str, typer.Option(help="Base URL of a running server.")] = "http://127.0.0.1:1025",
+    url: Annotated[
+        str, typer.Option(help="Base URL of a running server, with or without /v1.")
+    ] = "http://127.0.0.1:1025",
     api_key: Annotated[str | None, typer.Option(help="API key, when the server asks for one.")] = None,
     model: Annotated[str | None, typer.Option(help="Model name; the server's first by default.")] = None,
     temperature: Annotated[
@@ -26,7 +29,7 @@ def chat(
     """Chat in the terminal with a running server."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        made = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None))
+        made = httpx.Client(base_url=without_version(url), headers=headers, timeout=httpx.Timeout(10.0, read=None))
     except httpx.InvalidURL as error:
         raise ChatFailed(f"--url {url!r} is no URL: {error}") from None
     with made as client:
