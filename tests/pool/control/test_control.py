@@ -1,7 +1,9 @@
 """The control plane: credentials, tenants, nodes, and agents that follow it."""
 
+import sqlite3
 from contextlib import ExitStack, closing
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import msgspec
@@ -154,6 +156,21 @@ def test_a_control_plane_that_was_away_tells_the_first_node_of_those_that_were_t
         assert sorted(heard_of(state, "a")[0].members) == ["a"]
 
 
+@pytest.mark.parametrize("jump_s", [-7200, 7200])
+def test_a_control_plane_whose_clock_was_set_before_its_restart_knows_those_that_were_there(tmp_path, clock, jump_s):
+    steady = Clock()
+    with closing(ControlState(tmp_path / "control.db", clock, steady)) as state:
+        heard_of(state, "long gone")
+        clock.now_s, steady.now_s = clock.now_s + 60, steady.now_s + 60
+        heard_of(state, "a")
+        clock.now_s, steady.now_s = clock.now_s + jump_s, steady.now_s + 1
+        heard_of(state, "b")
+    for _restart in range(2):
+        clock.now_s += jump_s
+        with closing(ControlState(tmp_path / "control.db", clock, steady)) as state:
+            assert sorted(heard_of(state, "a")[0].members) == ["a", "b"]
+
+
 def test_of_two_agents_with_one_id_the_later_is_the_node_until_it_is_silent(clock):
     steady = Clock()
 
@@ -198,6 +215,15 @@ def test_a_node_is_told_once_what_to_evict(api, state):
     for size in (5, 6):
         assert api.post("/v1/nodes/a/blocks:evict", json={"tenant": "t", "bytes": size}).status_code == 202
     assert [orders.evict for orders in heard_of(state, "b", "a", "a")] == [[], [("t", 5), ("t", 6)], []]
+
+
+def test_what_a_node_is_to_evict_waits_for_an_answer_that_can_be_given(api, state, monkeypatch):
+    heard_of(state, "a")
+    api.post("/v1/nodes/a/blocks:evict", json={"tenant": "t", "bytes": 5})
+    with monkeypatch.context() as full:
+        full.setattr(state, "credentials", Mock(side_effect=sqlite3.OperationalError("database or disk is full")))
+        assert api.post("/v1/nodes/a:heartbeat", **beat_of("a")).status_code == 503
+    assert heard_of(state, "a")[0].evict == [("t", 5)]
 
 
 def controlled(stack, url, name, **changes):

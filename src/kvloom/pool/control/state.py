@@ -68,10 +68,16 @@ class ControlState:
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._db.execute("PRAGMA foreign_keys = ON")
         self._db.executescript(_SCHEMA)
-        last = self._db.execute(
-            "SELECT node_id FROM nodes WHERE seen_s >= (SELECT max(seen_s) FROM nodes) - ?", (ALIVE_S,)
-        )
+        ((last_s,),) = self._db.execute("SELECT max(seen_s) FROM nodes").fetchall()
+        self._ahead_s = (now() if last_s is None else last_s) - steady()
+        last = self._db.execute("SELECT node_id FROM nodes WHERE seen_s >= ?", ((last_s or 0.0) - ALIVE_S,))
         self._members = Members((node_id for (node_id,) in last), steady())
+
+    def _seen_s(self) -> float:
+        """When a node is heard of, for the file: seconds of a clock that nobody sets, which stands still while no
+        control plane runs.
+        """
+        return self._ahead_s + self._steady()
 
     def close(self) -> None:
         with self._lock:
@@ -161,19 +167,21 @@ class ControlState:
             self._db.execute(
                 "INSERT INTO nodes VALUES (?, ?, 0, ?, ?) ON CONFLICT (node_id) DO UPDATE SET"
                 " address = excluded.address, seen_s = excluded.seen_s, stats = excluded.stats",
-                (node_id, beat.address, self._now(), stats),
+                (node_id, beat.address, self._seen_s(), stats),
             )
             self._forget_earlier(node_id, beat.address)
             tenants = self._db.execute("SELECT * FROM tenants").fetchall()
-            evict = self._evict.pop(node_id, [])
         alive = [node for node in self.nodes() if node["is_alive"]]
-        return Orders(
+        orders = Orders(
             credentials=self.credentials(),
             tenants=tenants,
             members={node["node_id"]: node["address"] for node in alive if node["address"]},
             draining=[node["node_id"] for node in alive if node["is_draining"]],
-            evict=evict,
+            evict=[],
         )
+        with self._lock:  # last: what is taken here is sent
+            orders.evict = self._evict.pop(node_id, [])
+        return orders
 
     def _forget_earlier(self, node_id: str, address: str) -> None:
         """A dead node at this one's address was this one, under an id that it drew; one without an address may be back
