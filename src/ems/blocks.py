@@ -240,11 +240,11 @@ def _blocks(cache: Cache, slots: Slots, counts: list[int]) -> Blocks:
 
 
 def _array(name: str, values: object) -> npt.NDArray[np.generic]:
-    if hasattr(values, "detach"):
-        values = values.detach().cpu().numpy()
     try:
+        if hasattr(values, "detach"):
+            values = values.detach().cpu().numpy()
         return np.asarray(values)
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError, TypeError, RuntimeError):  # torch: a type or layout that numpy lacks, no data
         raise invalid_argument(name, "must be a flat list of integers") from None
 
 

@@ -71,7 +71,7 @@ class ContextCaching:
 
     def __init__(self, links: LinkPool, config: CcConfig_v1, profiler: Profiler) -> None:
         self._links = links
-        self._config = config
+        self._identity = config.identity()  # as it is now: its attributes may be set later
         self._profiler = profiler
         self._has_snapshots = os.environ.get("EMS_ASYNC_SNAPSHOT") == "1"
         self._cache: RegisteredCache | None = None
@@ -193,7 +193,7 @@ class ContextCaching:
         registered = self._registered()
         with self._lock:
             if self._key_space is None or self._key_space[0] != salt:
-                keys = KeySpace(salt, self._config.identity(), registered.layout, native_names())
+                keys = KeySpace(salt, self._identity, registered.layout, native_names())
                 size, num_slots, groups = registered.block_size, registered.num_slots, registered.groups
                 planner = None if groups else native_planner(registered.tensors, (size, num_slots), keys.hash_base)
                 self._key_space = (salt, Cache(keys, size, num_slots, groups, planner))

@@ -6,8 +6,10 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from ems.cc_v1.cc_config import CcConfig_v1
 from ems.common.exception import EmsException, invalid_argument, io_error
 from ems.common.sockets import find_socket, is_served
 from ems.config import EmsConfig
@@ -26,7 +28,7 @@ class _State:
     """What `Ems.init` creates and `Ems.shutdown` ends."""
 
     def __init__(self, config: EmsConfig, embedded: EmbeddedAgent | None) -> None:
-        self.identity = (config.access_id or "", config.access_key or "", config.cc_config)
+        self.identity = _identity_of(config)
         self.embedded = embedded
         self.session = Session(config, self.locate)
 
@@ -38,6 +40,12 @@ class _State:
         self.session.close()
         if self.embedded is not None and stops_agent:
             self.embedded.stop()
+
+
+def _identity_of(config: EmsConfig) -> tuple[str, str, CcConfig_v1]:
+    """What makes two valid configs equal. A copy: the caller may set attributes of the config later."""
+    assert config.cc_config is not None
+    return config.access_id or "", config.access_key or "", replace(config.cc_config)
 
 
 _lock = threading.Lock()
@@ -68,7 +76,7 @@ class Ems:
         config.validate()
         with _lock:
             if _state is not None:
-                if _state.identity != (config.access_id or "", config.access_key or "", config.cc_config):
+                if _state.identity != _identity_of(config):
                     raise invalid_argument("config", "Ems is initialised with another one; call Ems.shutdown first")
                 return
             state = _State(config, _embedded or _embedded_if_asked())

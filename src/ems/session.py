@@ -66,3 +66,4 @@ class Session:
         """In a forked child: create connections and threads anew."""
         self._links.after_fork()
         self.caching.after_fork()
+        self._profiler.after_fork()

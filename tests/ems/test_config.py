@@ -34,6 +34,7 @@ def refused(call) -> str:
         ("rank_in_pp_group", 1),
         ("model_id", "cc_kvstore@_@ds_default_ns_002"),
         ("llm_engine", ""),
+        ("llm_engine", "\ud800"),
         ("kvcache_type", "GQB"),
     ],
 )

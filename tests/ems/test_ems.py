@@ -158,6 +158,19 @@ class TestEmbedded:
         Ems.init(config())
         assert Ems.check_health()
 
+    def test_a_config_that_changes_after_init_is_another_one(self):
+        with ems.embedded(pool="32M"):
+            one = config()
+            Ems.init(one)
+            cc = Ems.get_cc()
+            cc.register_kvcache(new_kv())
+            cc.save(slots_of(0), [1], [4])
+            one.cc_config.model_id = "another"
+            with pytest.raises(EmsException, match="config: Ems is initialised with another one"):
+                Ems.init(one)
+            cc.register_kvcache(new_kv())
+            assert cc.exists([1]) == 1, "names are those of the config at init"
+
     def test_a_killed_agent_is_started_again(self):
         with ems.embedded(pool="32M") as agent:
             Ems.init(config())

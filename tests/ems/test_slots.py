@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ems import EmsErrorCode, EmsException
 from ems.blocks import Arguments, Cache, plan
 from ems.buffer import RegisteredCache, Snapshot
 from ems.keys import Identity, KeySpace
@@ -82,3 +83,15 @@ def test_another_block_size_type_or_shape_has_other_names(changes):
         return KeySpace(b"salt", IDENTITY, RegisteredCache(kv).layout).of_hash(5, size)
 
     assert name(**changes) != name()
+
+
+@pytest.mark.parametrize("form", [{"dtype": torch.bfloat16}, {"device": "meta"}])
+def test_a_tensor_that_numpy_cannot_read_is_a_wrong_argument(cc, form):
+    numbers = torch.zeros(1, **form)
+    for name in ("slot_mapping", "hashes", "offsets"):
+        for call in (cc.save, cc.load, cc.async_save, cc.async_load):
+            with pytest.raises(EmsException, match=f"{name}: must be a") as caught:
+                call(**{"slot_mapping": [0], "hashes": [1], "offsets": [1], name: numbers})
+            assert caught.value.status_code() == EmsErrorCode.EMS_INVALID_ARGUMENT
+    with pytest.raises(EmsException, match="hashes: must be a"):
+        cc.exists(numbers)

@@ -54,8 +54,8 @@ class CcConfig_v1:
         is_named = isinstance(self.model_id, str) and (self.model_id == LEGACY_ID or _MODEL_ID.fullmatch(self.model_id))
         if not is_named:
             raise invalid_argument("model_id", "must be 1 to 512 characters of 0-9 a-z . - _")
-        if not isinstance(self.llm_engine, str) or not 1 <= len(self.llm_engine) <= 512:
-            raise invalid_argument("llm_engine", "must be a string of 1 to 512 characters")
+        if not is_text(self.llm_engine) or not 1 <= len(self.llm_engine) <= 512:
+            raise invalid_argument("llm_engine", "must be a string of 1 to 512 characters that UTF-8 can carry")
         try:
             KVCacheType(self.kvcache_type)
         except ValueError:
@@ -73,6 +73,11 @@ class CcConfig_v1:
             None if kind is KVCacheType.MLA else self.rank_in_tp_group,
             self.rank_in_pp_group,
         )
+
+
+def is_text(value: object) -> bool:
+    """Whether it is a string that UTF-8 can carry, as names need: without halves of surrogate pairs."""
+    return isinstance(value, str) and value.encode(errors="replace").decode() == value
 
 
 def _check_int(name: str, value: object, minimum: int) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
-from ems.cc_v1.cc_config import CcConfig_v1
+from ems.cc_v1.cc_config import CcConfig_v1, is_text
 from ems.common.exception import EmsException, internal_error, invalid_argument, io_error, io_timeout
 from ems.config import LEGACY_DEFAULT_ACCESS_ID, CcKvOption, EmsConfig, checked_option
 from ems.keys import ValueNames
@@ -25,6 +25,7 @@ _DEFAULT: Final = CcKvOption()
 _IO_THREADS = 4
 _FLOOR_S = 0.02  # timeout=0 still needs one round trip to the agent on this node
 _MAX_LAYOUT = 4096
+_MAX_LENGTH = 2**63 - 1
 T = TypeVar("T")
 
 
@@ -49,8 +50,9 @@ class KvPool:
         if not isinstance(config, EmsConfig):
             raise invalid_argument("config", "must be an EmsConfig")
         config.validate()
-        if not isinstance(layout, str) or len(layout) > _MAX_LAYOUT:
-            raise invalid_argument("layout", f"must be a string of at most {_MAX_LAYOUT} characters")
+        if not is_text(layout) or len(layout) > _MAX_LAYOUT:
+            problem = f"must be a string of at most {_MAX_LAYOUT} characters that UTF-8 can carry"
+            raise invalid_argument("layout", problem)
         assert isinstance(config.cc_config, CcConfig_v1)
         self._identity, self._layout = config.cc_config.identity(), layout
         access_id = "" if config.access_id in (None, LEGACY_DEFAULT_ACCESS_ID) else config.access_id or ""
@@ -208,8 +210,8 @@ class KvPool:
     ) -> tuple[list[bytes], Batch]:
         encoded = _checked_keys(keys, "lengths", lengths)
         for i, length in enumerate(lengths):
-            if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-                raise invalid_argument(f"lengths[{i}]", f"must be a number of bytes of at least 1, got {length!r}")
+            if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= _MAX_LENGTH:
+                raise invalid_argument(f"lengths[{i}]", f"must be a number of bytes from 1 to {_MAX_LENGTH}")
         return encoded, _batch([], list(lengths), option)
 
 
