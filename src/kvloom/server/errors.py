@@ -13,6 +13,7 @@ TABLE: dict[str, tuple[int, int, str]] = {
     "not_found": (404, 404, "validation"),
     "overloaded": (429, 429, "overloaded"),
     "unavailable": (503, 503, "unavailable"),
+    "slow": (408, 408, "timeout"),
     "too_large": (413, 413, "validation"),
     "method": (405, 405, "validation"),
     "forbidden": (403, 403, "forbidden"),
@@ -30,6 +31,7 @@ RETRY_AFTER_S = {"overloaded": 1, "unavailable": 2}
 _OPENAI_TYPE = {
     "invalid": "invalid_request_error",
     "not_found": "invalid_request_error",
+    "slow": "invalid_request_error",
     "too_large": "invalid_request_error",
     "method": "invalid_request_error",
     "forbidden": "permission_error",
@@ -40,6 +42,7 @@ _OPENAI_TYPE = {
 _ANTHROPIC_TYPE = {
     "invalid": "invalid_request_error",
     "not_found": "not_found_error",
+    "slow": "invalid_request_error",
     "too_large": "request_too_large",
     "method": "invalid_request_error",
     "forbidden": "permission_error",
@@ -59,6 +62,12 @@ class TooLarge(ServingError):
     """A body, or what it unpacks to, beyond the limit."""
 
     kind = "too_large"
+
+
+class BodyTooSlow(ServingError):
+    """A body that has not arrived in time; its connection cannot be used again."""
+
+    kind = "slow"
 
 
 class WrongEncoding(ServingError):
@@ -214,4 +223,6 @@ def reply_for_path(path: str, error: ServingError) -> ErrorReply:
 def _headers(error: ServingError) -> dict[str, str]:
     retry_s = RETRY_AFTER_S.get(error.kind)
     headers = {"Retry-After": str(retry_s)} if retry_s else {}
+    if isinstance(error, BodyTooSlow):
+        headers["Connection"] = "close"
     return headers | ({"Accept-Encoding": CODINGS} if isinstance(error, WrongEncoding) else {})

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from kvloom.server.http.slow import BodyTimeoutMiddleware, GuardedProtocol
+from kvloom.server.http.slow import GuardedProtocol
 from kvloom.server.secure.api_keys import AccessError, KeyRing, check_bind, hash_key, new_key, read_hashes
 from kvloom.server.secure.key_guard import ApiKeyMiddleware
 from tests.support.waiting import until
@@ -210,16 +210,6 @@ def test_a_head_that_follows_a_long_body_at_once_is_not_taken_for_long(caplog):
             sock.sendall(head_of(200)[end:])
             assert answer_of(sock) == (200, b"0")
     assert ends(caplog) == []
-
-
-def test_a_slow_body_ends_its_request():
-    impatient = BodyTimeoutMiddleware(app(), limit_s=0.2)
-    with serving(impatient, log_level="critical") as port:
-        with socket.create_connection(("127.0.0.1", port), timeout=120) as sock:
-            sock.sendall(b"POST /infer HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
-            assert b" 200 " not in sock.recv(1000)
-        impatient._limit_s = 120  # on a busy machine 0.2 s are too short for the other clients
-        assert httpx.post(f"http://127.0.0.1:{port}/infer", content=b"abc", timeout=120).text == "3"
 
 
 async def late(request: Request) -> PlainTextResponse:

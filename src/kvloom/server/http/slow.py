@@ -14,6 +14,8 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from kvloom.contract.errors import Unavailable
+from kvloom.server.errors import BodyTooSlow
 from kvloom.server.http.http10 import without_chunks
 
 logger = logging.getLogger(__name__)
@@ -39,15 +41,20 @@ class GuardedProtocol(HttpToolsProtocol):
     _num_head_bytes = 0
     _is_between = True  # between two requests, or before the first: the next byte begins a head
     _num_begun = 0  # heads in the bytes that are being read
+    _answering: RequestResponseCycle | None = None  # the request whose answer runs, or was the last to run
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._start()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """uvicorn tells only the last request of the disconnect: others may wait behind the one whose answer runs."""
         self._stop()
         self._unwatch()
         super().connection_lost(exc)
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -89,6 +96,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
         is_old = cycle.scope["http_version"] < "1.1"
         super()._start_asgi_task(cycle, without_chunks(app, cycle) if is_old else app)
 
@@ -147,8 +155,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class BodyTimeoutMiddleware:
-    """ASGI: a request whose body is not complete after `limit_s` seconds, or when the server ends, counts as
-    disconnected.
+    """ASGI: `receive` raises BodyTooSlow when a request's body is not complete after `limit_s` seconds, and Unavailable
+    when it is not as the server ends.
     """
 
     def __init__(self, app: ASGIApp, limit_s: float = BODY_TIMEOUT_S) -> None:
@@ -171,9 +179,9 @@ class BodyTimeoutMiddleware:
                     message = await receive()
             except TimeoutError:
                 logger.warning("request given up: its body is too slow")
-                message = {"type": "http.disconnect"}
+                raise BodyTooSlow(f"the request body did not arrive in {self._limit_s:g} s") from None
             except asyncio.CancelledError:  # by uvicorn, a second after the server was told to stop
-                message = {"type": "http.disconnect"}
+                raise Unavailable("the server is stopping") from None
             is_whole = message["type"] != "http.request" or not message.get("more_body", False)
             return message
 
