@@ -36,24 +36,35 @@ def memory_bytes() -> int:
     return min([whole, *(limit for limit, _used in memory_limits())])
 
 
-def available_bytes() -> int:
-    """Memory that can be taken without swapping: of the machine, or what limits leave this process if that is less."""
+def available_bytes(num_sharing: int = 1, promised_bytes: int = 0) -> int:
+    """Memory that this process can take without swapping.
+
+    What the machine and the control groups have is shared evenly by `num_sharing` processes, this one included, and
+    `promised_bytes` of a share are for others; what resource limits leave is this process's own.
+    """
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    left = memory_left()
-    return free if left is None else min(free, left)
+    share = min([free, *_left_to_groups()]) // num_sharing - promised_bytes
+    return max(0, min([share, *_left_to_process()]))
 
 
 def memory_left() -> int | None:
     """Bytes that control groups and resource limits (RLIMIT_AS, RLIMIT_DATA) leave this process; None = no limit."""
-    limit, used = memory_limit()
-    left = [] if limit is None else [limit - used]
-    for kind, name in _OWN:
-        if (own := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
-            left.append(own - (_number(Path("/proc/self/status"), name) << 10))
+    left = [*_left_to_groups(), *_left_to_process()]
     return max(0, min(left)) if left else None
+
+
+def _left_to_groups() -> list[int]:
+    limit, used = memory_limit()
+    return [] if limit is None else [limit - used]
+
+
+def _left_to_process() -> list[int]:
+    limits = [(resource.getrlimit(kind)[0], name) for kind, name in _OWN]
+    status = Path("/proc/self/status")
+    return [own - (_number(status, name) << 10) for own, name in limits if own != resource.RLIM_INFINITY]
 
 
 def control_groups(root: Path, folder: str) -> Iterator[Path]:

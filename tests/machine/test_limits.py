@@ -60,6 +60,21 @@ def test_resource_limits_of_the_process_count(kind):
     assert 0 < int(done.stdout) < GIB
 
 
+@pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_a_resource_limit_is_not_shared_by_the_processes_that_share_the_machine(kind):
+    """Each rank of a model has such a limit of its own."""
+    limit = 128 << 20
+    program = (
+        "import resource; from kvloom.limits import available_bytes\n"
+        f"resource.setrlimit(resource.{kind}, ({limit}, {limit}))\n"
+        "print(available_bytes(4), available_bytes(1 << 40), available_bytes(1, 1 << 60))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    left, of_many, of_promised = map(int, done.stdout.split())
+    assert limit // 2 < left < limit
+    assert (of_many, of_promised) == (0, 0)
+
+
 @pytest.mark.parametrize(("limit", "used", "left"), [(None, 0, None), (3 * GIB, GIB, 2 * GIB), (GIB, 2 * GIB, 0)])
 def test_what_a_group_leaves_bounds_what_is_available(limit, used, left, monkeypatch):
     monkeypatch.setattr(limits, "memory_limit", lambda: (limit, used))
@@ -67,3 +82,4 @@ def test_what_a_group_leaves_bounds_what_is_available(limit, used, left, monkeyp
     assert memory_left() == left
     monkeypatch.setattr(limits, "memory_limit", lambda: (4096, 0))
     assert limits.available_bytes() == 4096
+    assert limits.available_bytes(num_sharing=4, promised_bytes=24) == 1000

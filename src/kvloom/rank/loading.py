@@ -195,9 +195,8 @@ def pools_for(config: EngineConfig, backend: str, checkpoint: Checkpoint, max_se
     )
     head_bytes = footprint.kv_head_bytes(footprint.kv_dtype(config, backend), backend, spec.head_dim)
     shape = CacheShape(spec.num_layers, spec.num_kv_heads, head_bytes, block_size, world_size=config.world_size)
-    host_bytes = available_bytes() // config.world_size
+    host_bytes = available_bytes(config.world_size, config.promised_bytes)
     is_shared = config.device == "cpu"
-    host_bytes = max(0, host_bytes - config.promised_bytes)
     free_bytes = host_bytes if is_shared else _torch_backend(_needs_torch(config)).device_bytes(config.device)
     weight_bytes = footprint.weight_bytes(config, backend, spec, checkpoint.weights.form)
     machine = Machine(free_bytes, host_bytes, is_shared, config.num_sharing)
