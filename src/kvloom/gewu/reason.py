@@ -12,15 +12,18 @@ from kvloom.gewu.status import ask_status
 from kvloom.mistakes import reason_of
 
 _MAX_PATH_BYTES = 107  # sun_path, without its end
+_MAX_MODEL = 4095  # characters of a name that may be a path; of a longer one a message has the beginning
+_SHOWN_MODEL = 80
 
 
 def why_refused(code: Code, model: str, environ: Mapping[str, str] = os.environ) -> str:
     """One sentence: what is wrong and, where that helps, what to do."""
     if code is Code.NOSYS and (silence := _silence(environ)):
         return silence
+    shown = model if len(model) <= _MAX_MODEL else f"{model[:_SHOWN_MODEL]}..."
     if code is Code.NOMEM:
-        return f"there is no memory for {model}: `kvloom gewu status` shows the budget and who holds it"
-    return _wrong_with(model) or f"the session on {model} was refused; GEWU_LOG=1 says why"
+        return f"there is no memory for {shown}: `kvloom gewu status` shows the budget and who holds it"
+    return _wrong_with(model, shown) or f"the session on {shown} was refused; GEWU_LOG=1 says why"
 
 
 def _silence(environ: Mapping[str, str]) -> str | None:
@@ -39,11 +42,11 @@ def silence_of(path: Path, error: OSError) -> str:
     return f"no service answers on {path} ({reason_of(error)}): start it with `kvloom gewu daemon`"
 
 
-def _wrong_with(model: str) -> str | None:
+def _wrong_with(model: str, shown: str) -> str | None:
     try:
         fd = os.open(model, os.O_RDONLY | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
-        return f"{model}: {reason_of(error)}"
+        return f"{shown}: {reason_of(error)}"
     try:
         files = open_files(fd)
     except Refused as refused:
