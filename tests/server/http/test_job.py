@@ -45,7 +45,7 @@ class Steps:
 
     def __init__(self, steps: list[Any], error: Exception | None = None) -> None:
         self._steps, self._error = steps, error
-        self.card = ModelCard("m", EngineConfig())
+        self.card = ModelCard("m", EngineConfig(backend="fake"))
         self.is_closed = False
 
     async def steps(
