@@ -16,7 +16,7 @@ def test_a_forked_child_profiles_into_a_file_of_its_own_whoever_held_the_parents
     with session._profiler._lock:
         child = os.fork()
         if child == 0:
-            signal.alarm(10)
+            signal.alarm(5)
             session.after_fork()
             session._profiler.record("load", 1, 1, 1, 0.0)
             os._exit(0)

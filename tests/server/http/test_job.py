@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,7 +148,7 @@ def test_a_step_whose_deltas_say_nothing_is_no_write():
             return b"" if delta.finish_reason is None else b"x"
 
     async def run() -> list[bytes]:
-        service: Any = SimpleNamespace(steps=Steps(STEPS).steps)
+        service: Any = Steps(STEPS)
         return await writes(await answer(Job(service, GENERATION, Quiet(GENERATION), True)))
 
     assert asyncio.run(run()) == [b"x", b"x", b"."]
