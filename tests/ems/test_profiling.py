@@ -16,6 +16,7 @@ def test_a_forked_child_profiles_into_a_file_of_its_own_whoever_held_the_parents
     with session._profiler._lock:
         child = os.fork()
         if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's own handler would go on with the tests
             signal.alarm(5)
             session.after_fork()
             session._profiler.record("load", 1, 1, 1, 0.0)
