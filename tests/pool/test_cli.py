@@ -251,6 +251,7 @@ def test_credentials_are_made_for_an_agent_and_opened_by_their_key(tmp_path):
     assert (file.stat().st_mode & 0o777, key.stat().st_mode & 0o777) == (0o600, 0o600)
     assert key.read_text().strip() not in file.read_text()
     assert run("credentials", str(file), "--access-id=A").exit_code == 1
+    assert "tenant: must be 1 to 512" in run("credentials", str(file), "--access-id=c", f"--tenant={'x' * 513}").output
     with running_agent(credentials=file, is_open=False, secret=SECRET) as agent:
         socket = ("--socket", str(agent.config.socket))
         assert run("doctor", *socket, "--access-id=a", f"--access-key-file={key}").exit_code == 0

@@ -1,6 +1,10 @@
 """The address of a server as people write it, and why nothing useful came from there."""
 
+import re
+
 import httpx
+
+_NUMBER = re.compile(r"^\[Errno -?\d+\] ")  # that an OSError puts before its text
 
 
 def without_version(url: str) -> str:
@@ -17,5 +21,5 @@ def why_not_listed(error: httpx.HTTPError | httpx.InvalidURL) -> str:
     if isinstance(error, httpx.UnsupportedProtocol):
         return "an address begins with http:// or https://"
     if isinstance(error, httpx.ConnectError):
-        return f"{error}; is it running? `kvloom serve` starts one"
+        return f"{_NUMBER.sub('', str(error))}; is it running? `kvloom serve` starts one"
     return str(error) or type(error).__name__

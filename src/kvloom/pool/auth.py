@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ems.cc_v1.cc_config import is_text
 from ems.keys import DEFAULT_TENANT, derive, proof, same, verifier
 from kvloom.reading import read_text
 from kvloom.writing import write_private
@@ -17,6 +18,13 @@ from kvloom.writing import write_private
 log = logging.getLogger(__name__)
 
 _QUIET_S = 1.0
+_MAX_TENANT = 512  # characters of a name
+
+
+def problem_of_tenant(name: str) -> str:
+    """What is wrong with a tenant's name; "" when it will do. It is part of files, metrics and other stores' keys."""
+    is_fit = 1 <= len(name) <= _MAX_TENANT and is_text(name)
+    return "" if is_fit else f"must be 1 to {_MAX_TENANT} characters that UTF-8 can carry"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,11 @@ def read_credentials(path: Path) -> list[Credential]:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(body, list):
         raise ValueError(f"{path}: expected a list of credentials")
-    return [Credential.from_json(each) for each in body]
+    found = [Credential.from_json(each) for each in body]
+    for each in found:
+        if problem := problem_of_tenant(each.tenant):
+            raise ValueError(f"{path}: the tenant of {each.access_id!r} {problem}")
+    return found
 
 
 def write_credentials(path: Path, credentials: Iterable[Credential]) -> None:

@@ -2,14 +2,17 @@
 
 One file for each tenant: a header, then a record and the bytes of each block, prefixes first. Every block's checksum is
 verified before it is published, so a damaged file costs blocks and nothing else. A file is read once and removed, so
-that blocks evicted or revoked later do not come back. Only its owner can read it; it holds blocks unencrypted.
+that blocks evicted or revoked later do not come back; what of it was not read yet at a shutdown is kept. Only its owner
+can read it; it holds blocks unencrypted.
 """
 
 import hashlib
 import logging
 import os
+import shutil
 import struct
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -49,37 +52,62 @@ class Snapshots:
             raise ValueError(f"--snapshot-dir: {folder} cannot be written to: {error.strerror}") from error
         self._folder = folder
         self._is_closing = False
+        self._reading = threading.Lock()  # held by `restore`
+        # files that are not used up -> where their first unread record begins
+        self._unread = dict.fromkeys(sorted(folder.glob("*.ems")), 0)
 
     def write(self, node: Node) -> int:
         """Write all blocks of all tenants. Returns how many; what cannot be written is logged and left out."""
         self._is_closing = True  # ends a running restore
-        count = 0
-        for pool in node.pools():
-            path = self._path(pool.tenant)
-            fresh = path.with_suffix(".new")
-            try:
-                with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", 1 << 20) as file:
-                    count += _write_pool(file, pool, _salt_digest(node, pool.tenant))
-                fresh.replace(path)
-            except OSError as error:
-                log.warning("the snapshot of tenant %s was not written: %s", pool.tenant, error)
-                _remove(fresh)
+        with self._reading:
+            return sum(self._write_one(node, pool) for pool in node.pools())
+
+    def _write_one(self, node: Node, pool: Pool) -> int:
+        path = self._path(pool.tenant)
+        fresh = path.with_suffix(".new")
+        try:
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", 1 << 20) as file:
+                count = _write_pool(file, pool, _salt_digest(node, pool.tenant))
+                self._copy_unread(path, file, node)
+            fresh.replace(path)
+        except OSError as error:
+            log.warning("the snapshot of tenant %s was not written: %s", pool.tenant, error)
+            _remove(fresh)
+            return 0
         return count
+
+    def _copy_unread(self, path: Path, to: BinaryIO, node: Node) -> None:
+        """Append the records of an earlier file that were not read yet."""
+        if path not in self._unread:
+            return
+        with path.open("rb") as file:
+            try:
+                is_ours = _read_header(file, node) is not None
+            except ValueError as error:
+                log.warning("the snapshot %s was not used up: %s", path, error)
+                return
+            if is_ours:
+                file.seek(max(self._unread[path], file.tell()))
+                shutil.copyfileobj(file, to, 1 << 20)
 
     def restore(self, node: Node) -> int:
         """Publish the blocks of all files as far as there is room, then remove the files. Returns how many."""
         count = 0
-        for path in sorted(self._folder.glob("*.ems")):
-            try:
-                with path.open("rb", 1 << 20) as file:
-                    count += self._restore_file(file, node)
-            except (OSError, ValueError) as error:
-                log.warning("the snapshot %s was not used up: %s", path, error)
-            if not self._is_closing:
-                _remove(path)
+        with self._reading:
+            for path in list(self._unread):
+                if self._is_closing:
+                    break
+                try:
+                    with path.open("rb", 1 << 20) as file:
+                        count += self._restore_file(path, file, node)
+                except (OSError, ValueError) as error:
+                    log.warning("the snapshot %s was not used up: %s", path, error)
+                if not self._is_closing:
+                    _remove(path)
+                    del self._unread[path]
         return count
 
-    def _restore_file(self, file: BinaryIO, node: Node) -> int:
+    def _restore_file(self, path: Path, file: BinaryIO, node: Node) -> int:
         tenant = _read_header(file, node)
         if tenant is None:
             return 0
@@ -89,6 +117,7 @@ class Snapshots:
             if self._is_closing or usage["used_bytes"] + record.length > usage["quota_bytes"]:
                 break
             count += _publish(pool, record, data)
+            self._unread[path] = file.tell()
         return count
 
     def _path(self, tenant: str) -> Path:

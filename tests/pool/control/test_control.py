@@ -27,6 +27,20 @@ def test_a_wrong_token_is_refused(api):
     assert api.get("/v1/nodes", headers={"Authorization": ""}).status_code == 401
 
 
+def test_a_token_may_hold_any_letters(state):
+    with TestClient(build_app(state, "clé", SECRET)) as api:
+        for token, status in (("clé", 200), ("cle", 401), ("clÉ", 401)):
+            assert api.get("/v1/nodes", headers={b"Authorization": b"Bearer " + token.encode()}).status_code == status
+
+
+@pytest.mark.parametrize("name", ["x" * 513, "é" * 600])
+def test_a_tenants_name_that_is_too_long_is_refused(api, state, name):
+    made = api.post("/v1/credentials", json={"access_id": "a", "tenant": name})
+    for answer in (made, api.put(f"/v1/tenants/{name}", json={"quota_bytes": 1})):
+        assert (answer.status_code, "tenant: must be 1 to 512 characters" in answer.text) == (400, True)
+    assert (state.credentials(), state.tenants()) == ([], [])
+
+
 def test_a_credential_is_issued_once_and_its_key_is_not_kept(api, state):
     made = api.post("/v1/credentials", json={"access_id": "team-a"})
     assert made.status_code == 201
@@ -227,17 +241,8 @@ def test_what_a_node_is_to_evict_waits_for_an_answer_that_can_be_given(api, stat
 
 
 def controlled(stack, url, name, **changes):
-    return stack.enter_context(
-        running_agent(
-            node_id=name,
-            is_open=False,
-            secret=SECRET,
-            control_url=str(url),
-            listen=("127.0.0.1", 0),
-            http=("127.0.0.1", 0),
-            **changes,
-        )
-    )
+    options = {"node_id": name, "is_open": False, "secret": SECRET, "control_url": str(url), **changes}
+    return stack.enter_context(running_agent(listen=("127.0.0.1", 0), http=("127.0.0.1", 0), **options))
 
 
 def test_agents_follow_the_control_plane(served):

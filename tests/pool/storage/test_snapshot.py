@@ -1,20 +1,25 @@
 """Snapshots: an agent that ended normally has its blocks again after its next start; damage costs only blocks."""
 
+import itertools
 import json
 import os
 import stat
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ems.common.memory import HUGE_PAGE_BYTES
 from ems.runs import address_of
+from kvloom.pool import snapshot
 from kvloom.pool.auth import new_credential
+from kvloom.pool.node import Node
 from kvloom.pool.snapshot import Snapshots
 from kvloom.pool.storage.segments import SharedMemory, huge_pages_in_use
 from tests.support.pool.agents import SECRET, new_kv, running_agent, session, slots_of
 from tests.support.pool.faults import AgentProcess, Oracle
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 HASHES = list(range(1, 13))
 
@@ -69,6 +74,33 @@ def test_another_cluster_secret_finds_nothing(saved):
 
 def test_what_does_not_fit_any_more_is_left_out(saved):
     assert blocks_after(saved, pool_bytes=64 << 10, segment_bytes=64 << 10, slab_bytes=64 << 10) == 4
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 5, len(HASHES)])
+def test_what_was_not_read_yet_when_the_agent_ends_again_is_kept(saved, monkeypatch, num_read):
+    may_end, restore = threading.Event(), Snapshots.restore
+    publish, count = snapshot._publish, itertools.count(1)
+
+    def published(*block: Any) -> bool:
+        done = publish(*block)
+        if next(count) == num_read:
+            may_end.set()
+            until(lambda: kept._is_closing)
+        return done
+
+    def restored(self: Snapshots, node: Node) -> int:
+        if num_read == 0:
+            may_end.set()
+            until(lambda: self._is_closing)
+        return restore(self, node)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(snapshot, "_publish", published)
+        patched.setattr(Snapshots, "restore", restored)
+        with running_agent(snapshot_dir=saved) as agent:
+            kept = agent._snapshots
+            assert may_end.wait(WAIT_S)
+    assert blocks_after(saved) == len(HASHES)
 
 
 def test_a_killed_agent_leaves_no_snapshot(tmp_path):

@@ -288,7 +288,7 @@ def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["pull", "gpt-9"], "no model is named 'gpt-9'; known are smollm2, gemma3-270m, or the path of a model"),
         (["pull", "https://example.org/a.gguf"], "is a URL, and nothing here verifies what it gives"),
         (["pull", "/etc/hostname"], "/etc/hostname: "),
-        (["chat", "--url", "http://127.0.0.1:9"], "does not answer like an OpenAI server"),
+        (["chat", "--url", "http://127.0.0.1:9"], "does not list its models: Connection refused; is it running?"),
     ],
 )
 def test_a_users_mistake_is_one_line_that_says_what_to_do(arguments, words):

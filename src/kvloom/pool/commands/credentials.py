@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvloom.mistakes import problem_of
-from kvloom.pool.auth import new_credential, read_credentials, write_credentials
+from kvloom.pool.auth import new_credential, problem_of_tenant, read_credentials, write_credentials
 from kvloom.pool.control.state import ACCESS_ID
 from kvloom.writing import write_private
 
@@ -22,6 +22,8 @@ def credentials(
     try:
         if not ACCESS_ID.fullmatch(access_id):
             raise ValueError("access_id: must be 1 to 512 characters of 0-9 a-z . - _")
+        if problem := problem_of_tenant(tenant or access_id):
+            raise ValueError(f"tenant: {problem}")
         known = read_credentials(file) if file.exists() else []
         access_key = secrets.token_hex(32)
         fresh = new_credential(access_id, tenant or access_id, access_key)

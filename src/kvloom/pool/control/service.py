@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from kvloom.net.guard import SiteMiddleware
 from kvloom.net.sites import Policy, Refusal
-from kvloom.pool.auth import RefusedLogins, node_token
+from kvloom.pool.auth import RefusedLogins, node_token, problem_of_tenant
 from kvloom.pool.config import check_advertised
 from kvloom.pool.control.state import ACCESS_ID, Conflict, ControlState, Heartbeat, Missing
 from kvloom.pool.metrics import render
@@ -92,7 +92,7 @@ def _guarded(
 
     async def endpoint(request: Request) -> Response:
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-        is_known = bool(token) and hmac.compare_digest(shown.encode(), token.encode())
+        is_known = bool(token) and hmac.compare_digest(shown.encode("latin-1"), token.encode())
         if scheme.lower() != "bearer" or not is_known:
             refused.note(f"{request.method} {request.url.path} from {request.client.host if request.client else '-'}")
             return _error(401, "EMS.0401", "wrong or missing bearer token")
@@ -119,11 +119,18 @@ def _guarded(
     return endpoint
 
 
+def _checked_tenant(name: str) -> str:
+    """The name. Raises Invalid."""
+    if problem := problem_of_tenant(name):
+        raise Invalid(f"tenant: {problem}")
+    return name
+
+
 def _issue(state: ControlState, request: Request, body: bytes) -> Response:
     wanted = msgspec.json.decode(body, type=NewCredential)
     if not ACCESS_ID.fullmatch(wanted.access_id):
         raise Invalid("access_id: must be 1 to 512 characters of 0-9 a-z . - _")
-    tenant = wanted.tenant or wanted.access_id
+    tenant = _checked_tenant(wanted.tenant or wanted.access_id)
     access_key = state.issue(wanted.access_id, tenant)
     return JSONResponse({"access_id": wanted.access_id, "tenant": tenant, "access_key": access_key}, 201)
 
@@ -164,7 +171,7 @@ def _set_tenant(state: ControlState, request: Request, body: bytes) -> Response:
         raise Invalid("guarantee_bytes: must be 0 to quota_bytes")
     if wanted.quota_bytes > _MAX_BYTES:
         raise Invalid(f"quota_bytes: must be at most {_MAX_BYTES}")
-    state.set_tenant(request.path_params["tenant"], wanted.guarantee_bytes, wanted.quota_bytes)
+    state.set_tenant(_checked_tenant(request.path_params["tenant"]), wanted.guarantee_bytes, wanted.quota_bytes)
     return _tenant(state, request, body)
 
 
