@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ems.common.exception import invalid_argument
+from ems.common.text import is_text
 from ems.keys import Identity
 
 LEGACY_ID = "cc_kvstore@_@ds_default_ns_001"
@@ -73,11 +74,6 @@ class CcConfig_v1:
             None if kind is KVCacheType.MLA else self.rank_in_tp_group,
             self.rank_in_pp_group,
         )
-
-
-def is_text(value: object) -> bool:
-    """Whether it is a string that UTF-8 can carry, as names need: without halves of surrogate pairs."""
-    return isinstance(value, str) and value.encode(errors="replace").decode() == value
 
 
 def _check_int(name: str, value: object, minimum: int) -> None:

@@ -11,8 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
-from ems.cc_v1.cc_config import CcConfig_v1, is_text
+from ems.cc_v1.cc_config import CcConfig_v1
 from ems.common.exception import EmsException, internal_error, invalid_argument, io_error, io_timeout
+from ems.common.text import is_text
 from ems.config import LEGACY_DEFAULT_ACCESS_ID, CcKvOption, EmsConfig, checked_option
 from ems.keys import ValueNames
 from ems.session import locate_socket

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ems.cc_v1.cc_config import is_text
+from ems.common.text import is_text
 from ems.keys import DEFAULT_TENANT, derive, proof, same, verifier
 from kvloom.reading import read_text
 from kvloom.writing import write_private
