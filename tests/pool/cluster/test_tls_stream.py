@@ -36,10 +36,11 @@ class Wire:
             thread.start()
 
     def _forth(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError):  # an end that was aborted may answer with a reset
             while data := self._far.recv(1 << 16):
                 for piece in self._change(data):
                     self._near.sendall(piece)
+        with suppress(OSError):
             self._near.shutdown(socket.SHUT_WR)
 
     def _back(self) -> None:
