@@ -17,18 +17,8 @@ from kvloom.rank.kernels.kept import kept_weights
 
 BASE = (  # packages needed for serving on the CPU; docs/install.md has the reasons
     *("numpy", "gguf", "tokenizers", "jinja2", "starlette", "uvicorn", "uvloop", "httptools", "msgspec"),
-    *(
-        "typer",
-        "rich",
-        "prometheus-client",
-        "cryptography",
-        "pyopenssl",
-        "xxhash",
-        "llguidance",
-        "httpx",
-        "httpcore",
-        "jiter",
-    ),
+    *("typer", "rich", "prometheus-client", "cryptography", "pyopenssl", "xxhash", "llguidance"),
+    *("httpx", "httpcore", "jiter"),
 )
 EXTRAS = (
     *("torch", "diffusers", "valkey", "mooncake-transfer-engine-non-cuda", "opentelemetry-sdk", "pyarrow"),

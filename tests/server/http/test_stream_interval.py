@@ -83,7 +83,9 @@ def test_every_token_is_timed_when_it_comes(is_streamed: bool):
         lines = httpx.get(f"{server.url}/metrics").text
     (count,) = re.findall(r"^vllm:inter_token_latency_seconds_count{.*} (\S+)$", lines, re.MULTILINE)
     (total_s,) = re.findall(r"^vllm:inter_token_latency_seconds_sum{.*} (\S+)$", lines, re.MULTILINE)
+    (num_short,) = re.findall(r'^vllm:inter_token_latency_seconds_bucket{.*le="0.001",.*} (\S+)$', lines, re.MULTILINE)
     (first_s,) = re.findall(r"^vllm:time_to_first_token_seconds_sum{.*} (\S+)$", lines, re.MULTILINE)
     assert float(count) == NUM_TOKENS - 1
     assert float(total_s) >= (NUM_TOKENS - 1) * STEP_S * 0.9
     assert float(first_s) + float(total_s) <= whole_s
+    assert float(num_short) < NUM_TOKENS / 2, "timed together, all gaps but one would be nothing"
