@@ -7,7 +7,9 @@ import pytest
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
+from kvloom.contract.messages import AdapterInfo
 from kvloom.contract.request import Delta, FinishReason, Request
+from kvloom.engine.link.executor import RankDied
 from kvloom.rank.fake import fake_answer
 from tests.support.engine.crashes import (
     ENGINES,
@@ -196,6 +198,46 @@ def test_a_request_whose_adapter_is_not_what_it_was_ends_with_the_reason(tmp_pat
     assert mine[-1].finish_reason is FinishReason.ERROR
     assert words in (mine[-1].error or "")
     assert tokens_of([delta for delta in found if delta.request_id == "b"]) == truth(without, 9)
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_it_ends_so_where_the_rank_dies_again_while_adapters_are_read(tmp_path, is_gone):
+    folders = [make_adapter(tmp_path / str(i), TINY_SHAPES, i) for i in range(2)]
+    engine, executor = mortal_engine()
+    first, second = (engine.adapters.load(str(folder)) for folder in folders)
+    for name, adapter in (("a", first), ("b", second)):
+        engine.add(Request(name, prompt(9), GREEDY, adapter=adapter.id))
+    found = step(engine, executor) + step(engine, executor)
+    if is_gone:
+        (folders[0] / "adapter_config.json").unlink()
+    else:
+        make_adapter(folders[0], TINY_SHAPES, 2)
+    executor.die()
+    with pytest.raises(RankDied):
+        engine.step()
+    found += engine.suspend()
+    executor.restart()
+    load = executor.load_adapter
+
+    def die_at_second(id: int, path: str) -> AdapterInfo:
+        if id == second.id:
+            executor.die()
+        return load(id, path)
+
+    executor.load_adapter = die_at_second  # type: ignore[method-assign]
+    with pytest.raises(RankDied):
+        engine.adapters.reload()
+    executor.load_adapter = load  # type: ignore[method-assign]
+    found += engine.suspend()
+    executor.restart()
+    found += engine.resume(engine.adapters.reload())
+    for deltas in run_through(engine, executor).values():
+        found += deltas
+    ends = {delta.request_id: delta.error for delta in found if delta.finish_reason is not None}
+    assert "lost when the model restarted" in (ends["a"] or "")
+    assert tokens_of([delta for delta in found if delta.request_id == "b"]) == fake_answer(
+        prompt(9), GREEDY, 0, 9, second.info.digest
+    )
 
 
 def test_a_request_that_no_longer_fits_ends_with_the_reason():

@@ -11,6 +11,7 @@ import pytest
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import GenerationFailed, ModelError, ServingError, Unavailable
+from kvloom.contract.messages import AdapterInfo
 from kvloom.contract.request import FinishReason, Request, SamplingParams
 from kvloom.engine.driver import OTHER_WEIGHTS
 from kvloom.engine.engine import GUILTY
@@ -19,6 +20,7 @@ from kvloom.engine.thread import EngineThread
 from kvloom.rank.fake import FakeRunner, fake_answer
 from tests.support.engine.crashes import ShyExecutor
 from tests.support.engine.threads import PROMPT, collect, endless, rank_pid, rank_pids, until, with_engine
+from tests.support.models.adapters import TINY_SHAPES, make_adapter
 
 CONFIG = EngineConfig(backend="fake", num_blocks=256, fake_step_s=0.001)
 
@@ -215,6 +217,34 @@ def test_weights_that_have_changed_meanwhile_do_not_continue_the_answers_of_othe
         executor.may_return.set()
         executor.die()
         assert await task == truth(asked("c"))
+
+    with_engine(body, executor=executor, model=str(tmp_path))
+
+
+def test_answers_of_other_weights_end_though_the_rank_dies_again_while_adapters_are_read(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"weights")
+    folder = str(make_adapter(tmp_path / "adapter", TINY_SHAPES))
+    executor = shy()
+    load = executor.load_adapter
+
+    def die_once(id: int, path: str) -> AdapterInfo:
+        executor.load_adapter = load  # type: ignore[method-assign]
+        executor.die()
+        return load(id, path)
+
+    async def body(engine: EngineThread) -> None:
+        await engine.load_adapter(folder)
+        (task,) = await running(engine, asked("a"))
+        executor.load_adapter = die_once  # type: ignore[method-assign]
+        await away(engine, executor)
+        file.write_bytes(b"other weights")
+        executor.may_return.set()
+        with pytest.raises(GenerationFailed, match=OTHER_WEIGHTS):
+            await task
+        await until(lambda: engine.is_ready)
+        assert executor.num_tries > 1
+        assert await collect(engine, asked("b")) == truth(asked("b"))
 
     with_engine(body, executor=executor, model=str(tmp_path))
 

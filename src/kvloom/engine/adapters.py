@@ -31,6 +31,7 @@ class Adapters:
         self._loaded: dict[int, Adapter] = {}
         self._leaving: set[int] = set()  # refused to new requests; dropped after their last sequence
         self._lost: dict[int, str] = {}  # id -> why the adapter could not be loaded again after a restart of the model
+        self._ending: dict[int, str] = {}  # id -> why its sequences end; the next whole `reload` returns it
         self._last_id = 0
 
     def load(self, path: str) -> Adapter:
@@ -74,11 +75,10 @@ class Adapters:
 
     def reload(self) -> dict[int, str]:
         """Load every adapter in use into freshly started ranks. Returns id -> problem for those that cannot be loaded
-        or whose files have changed.
+        or whose files have changed, also when a call before, which raised, has found that.
 
         Raises RankDied.
         """
-        lost: dict[int, str] = {}
         for id in self._leaving.difference(self._used()):
             del self._loaded[id]
         self._leaving.intersection_update(self._loaded)
@@ -86,11 +86,12 @@ class Adapters:
             try:
                 info = self._executor.load_adapter(id, adapter.path)
             except BadRequest as error:
-                lost[id] = self._lost[id] = f"{_LOST}: {error.problem}"
+                self._ending[id] = self._lost[id] = f"{_LOST}: {error.problem}"
                 del self._loaded[id]
                 self._leaving.discard(id)
                 continue
             self._loaded[id] = Adapter(id, adapter.path, info)
             if info.digest != adapter.info.digest:
-                lost[id] = f"{_LOST}: its files have changed"
-        return lost
+                self._ending[id] = f"{_LOST}: its files have changed"
+        ending, self._ending = self._ending, {}
+        return ending

@@ -322,10 +322,11 @@ class Driver:
 
     def _resume(self, outage: Outage) -> None:
         """Continue on the restarted ranks. Raises RankDied."""
-        ended = [] if outage.weights == self._weights else self._engine.fail_all(OTHER_WEIGHTS)
-        outage.weights = self._weights
+        if outage.weights != self._weights:
+            self._deliver(self._engine.fail_all(OTHER_WEIGHTS))  # at once: the rank may die below
+            outage.weights = self._weights
         lost = self._engine.adapters.reload()
-        self._deliver(ended + self._engine.resume(lost))
+        self._deliver(self._engine.resume(lost))
         self._num_restarts += 1
         num_waiting = self._engine.stats().num_waiting
         log.warning(

@@ -197,6 +197,37 @@ def test_a_stream_outlives_the_unloading_and_the_replacement_of_its_adapter(serv
     assert server.post("/v1/completions", body).status_code == 404
 
 
+@pytest.mark.parametrize("change", [load, unload], ids=["replaced", "unloaded"])
+def test_whoever_waits_for_a_slot_gets_the_adapter_that_it_asked_for(root, change):
+    with fake_server(1, options=WireOptions(lora_root=root), step_s=0.01) as server:
+        load(server, "a", "sql")
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            before = pool.submit(server.complete, PROMPT, **{**GREEDY, "max_tokens": 60})
+            until(lambda: server.admission.num_active == 1)
+            waiting = pool.submit(complete, server, "a")
+            until(lambda: server.admission.num_waiting == 1)
+            fields = {"path": "poem", "load_inplace": True} if change is load else {}
+            assert change(server, "a", **fields).status_code == 200
+            assert server.admission.num_waiting == 1
+            assert before.result().status_code == 200
+            assert waiting.result() == expected(root, "sql")
+        until(lambda: len(server.engine._engine.adapters._loaded) == (change is load))
+
+
+def test_a_beam_search_keeps_its_adapter_to_its_end(root):
+    with fake_server(options=WireOptions(lora_root=root), step_s=0.01) as server:
+        load(server, "a", "sql")
+        body = {"model": "a", "prompt": PROMPT, "use_beam_search": True, "temperature": 0, "n": 2, "max_tokens": 30}
+        alone = server.post("/generate", body).json()
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            searching = pool.submit(server.post, "/generate", body)
+            until(lambda: server.admission.num_active == 1)
+            assert unload(server, "a").status_code == 200
+            assert server.admission.num_active == 1
+            assert searching.result().json() == alone
+        until(lambda: not server.engine._engine.adapters._loaded)
+
+
 def test_a_mixed_load_of_three_adapters_and_the_base_answers_each_as_alone(server, root):
     names = [None, "sql", "poem", "code"]
     for name in names[1:]:

@@ -23,6 +23,11 @@ class Running:
     timing: Timing
     is_overdue: bool = False  # stopped because it took too long
 
+    @property
+    def adapters(self) -> set[int]:
+        """Those of the engine that it uses; 0 = none."""
+        return {request.adapter for request in self.requests}
+
 
 class Runs:
     """Accepted and unfinished generations of one engine. Owned by the server's loop."""
@@ -31,6 +36,7 @@ class Runs:
         self._engine = engine
         self._by_id: dict[str, set[Running]] = {}
         self._serial = itertools.count()
+        self._leaving: set[int] = set()  # adapters to be unloaded once nothing uses them
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -62,6 +68,7 @@ class Runs:
             same_id.discard(running)
             if not same_id:
                 self._by_id.pop(id, None)
+            self._unload_unused()
 
     def oldest_first(self) -> list[Running]:
         items = [item for same_id in self._by_id.values() for item in same_id]
@@ -73,6 +80,18 @@ class Runs:
         for item in running:
             self._stop(item)
         return bool(running)
+
+    def unload(self, adapter: int) -> None:
+        """Unload an adapter, which no new generation may name, once those have ended that run with it or wait."""
+        self._leaving.add(adapter)
+        self._unload_unused()
+
+    def _unload_unused(self) -> None:
+        if self._leaving:
+            used = {adapter for same_id in self._by_id.values() for item in same_id for adapter in item.adapters}
+            for adapter in self._leaving - used:
+                self._engine.unload_adapter(adapter)
+            self._leaving &= used
 
     def _stop_overdue(self, running: Running) -> None:
         running.is_overdue = True

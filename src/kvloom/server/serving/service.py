@@ -59,6 +59,10 @@ class GenerationService:
         service.adapter, service.root, service.parent = adapter, path, self.name
         return service
 
+    def unload(self) -> None:
+        """Unload this adapter, whose name is no longer served, once the generations that use it have ended."""
+        self._runs.unload(self.adapter)
+
     @property
     def name(self) -> str:
         return self.card.name

@@ -16,7 +16,7 @@ from kvloom.server.serving.registry import Models
 class LoadBody(msgspec.Struct):
     lora_name: str
     lora_path: str
-    load_inplace: bool = False  # replaces an adapter of this name; running requests finish with the old one
+    load_inplace: bool = False  # replaces an adapter of this name; accepted requests finish with the old one
     base_model_name: str | None = None  # one of several served models; None = the first
 
 
@@ -63,14 +63,13 @@ class LoraAdapters:
             adapter = await base.engine.load_adapter(str(path))
             before = self._models.put_adapter(base.with_adapter(body.lora_name, body.lora_path, adapter.id))
             if before is not None:
-                before.engine.unload_adapter(before.adapter)
+                before.unload()
         return _said(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(self, request: HttpRequest, body: UnloadBody) -> Reply:
-        """Requests that run with it finish. Raises BadRequest, NotFound."""
+        """Requests that run with it or wait finish. Raises BadRequest, NotFound."""
         async with self._models.adapters_lock:
-            service = self._models.pop_adapter(body.lora_name)
-            service.engine.unload_adapter(service.adapter)
+            self._models.pop_adapter(body.lora_name).unload()
         return _said(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
