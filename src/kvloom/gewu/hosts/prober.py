@@ -90,6 +90,7 @@ class Prober:
                     str(theirs.fileno()),
                     pass_fds=(theirs.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
+                    process_group=0,  # Ctrl-C is for the daemon
                 )
             await _receive(ours, _START_S)
         except OSError as error:

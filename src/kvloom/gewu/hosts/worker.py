@@ -51,7 +51,10 @@ class WorkerProcess:
             command = [sys.executable, "-m", "kvloom.gewu.worker.main", str(theirs.fileno())]
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *command, pass_fds=(theirs.fileno(), *model_fds), stdin=asyncio.subprocess.DEVNULL
+                    *command,
+                    pass_fds=(theirs.fileno(), *model_fds),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    process_group=0,  # Ctrl-C is for the daemon
                 )
             except OSError:
                 ours.close()

@@ -5,12 +5,14 @@ The files are untrusted. Here they cost neither the daemon's time nor its memory
 
 import os
 import resource
+import signal
 import socket
 import sys
 from contextlib import suppress
 
 import msgspec
 
+from kvloom.children import end_with_parent
 from kvloom.engine.link.signals import leave_signals_to_the_parent
 from kvloom.gewu.codes import Code, Refused
 from kvloom.gewu.modelfiles import MAX_FILES, ModelFiles, open_files
@@ -62,6 +64,7 @@ def _judge(files: ModelFiles, backend: str) -> Answer:
 
 def main() -> None:
     leave_signals_to_the_parent()
+    end_with_parent(signal.SIGKILL)  # also where this process is stopped, or reads from a file system that hangs
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     sock = socket.socket(fileno=int(sys.argv[1]))
     with suppress(BrokenPipeError, ConnectionResetError):

@@ -65,20 +65,30 @@ class Daemon:
         loop = asyncio.get_running_loop()
         triggers = open_triggers(self._settings.psi_file)
         watcher = Watcher(triggers, lambda level: loop.call_soon_threadsafe(self._models.tick, 0.0, level))
-        await self._prober.start()
-        acceptor = Acceptor(listener, self._accept)
-        ticker = loop.create_task(self._tick())
+        work, stopped = loop.create_task(self._work(listener)), loop.create_task(stop.wait())
         try:
-            await stop.wait()
+            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
         finally:
-            ticker.cancel()
+            for task in (work, stopped):
+                task.cancel()
+            await asyncio.gather(work, stopped, return_exceptions=True)
             watcher.close()
-            acceptor.close()
             for connection in list(self._connections.values()):
                 connection.close()
             await self._creation.close()
             await self._prober.close()
             await self._models.close()
+
+    async def _work(self, listener: socket.socket) -> None:
+        """Accept clients once their models can be looked at, for ever."""
+        await self._prober.start()
+        acceptor = Acceptor(listener, self._accept)
+        try:
+            await self._tick()
+        finally:
+            acceptor.close()
 
     # -- clients
 
@@ -250,13 +260,20 @@ def _describe_request(request: Request) -> dict[str, Any]:
 
 
 async def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises OSError when it cannot listen."""
+    """Serve until SIGTERM or SIGINT; at a second one the process ends at once. Raises OSError when it cannot listen."""
     allow_descriptors()
     listener = Listener(settings.socket)
     stop = asyncio.Event()
+
+    def end() -> None:
+        if stop.is_set():  # its processes end with it
+            listener.close()
+            os._exit(1)
+        stop.set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, end)
     log.info("listening on %s", listener.socket.getsockname())
     try:
         await Daemon(settings).serve(listener.socket, stop)

@@ -44,13 +44,14 @@ class Listener:
         self._inode = _inode_of(path)
 
     def close(self) -> None:
-        """Close and remove the socket, unless another process has replaced it."""
+        """Close and remove the socket, unless another process has replaced it. A second call does nothing."""
         self.socket.close()
         with contextlib.suppress(OSError):
             if self._inode is not None and _inode_of(self._path) == self._inode:
                 self._path.unlink()
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
+        lock_fd, self._lock_fd = self._lock_fd, None
+        if lock_fd is not None:
+            os.close(lock_fd)
 
 
 def _lock(path: Path) -> int:

@@ -5,6 +5,7 @@ One thread: it reads orders between two steps and sends the events of each step.
 
 import importlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -13,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 
+from kvloom.children import end_with_parent
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError, ServingError
 from kvloom.contract.messages import Progress
@@ -209,6 +211,7 @@ def _fit(config: EngineConfig) -> tuple[EngineConfig, int, int]:
 
 def main() -> None:
     leave_signals_to_the_parent()
+    end_with_parent(signal.SIGKILL)  # also where this process is stopped, or reads from a file system that hangs
     sock = socket.socket(fileno=os.dup(int(sys.argv[1])))  # the lowest free number: select has a limit
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         channel = Channel(sock, Open)
