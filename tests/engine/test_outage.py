@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import threading
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from kvloom.contract.messages import AdapterInfo
 from kvloom.contract.request import FinishReason, Request, SamplingParams
 from kvloom.engine.driver import OTHER_WEIGHTS
 from kvloom.engine.engine import GUILTY
+from kvloom.engine.link.ranks import RankExecutor
 from kvloom.engine.outage import restart_with_backoff
 from kvloom.engine.thread import EngineThread
 from kvloom.rank.fake import FakeRunner, fake_answer
@@ -78,6 +80,23 @@ def test_a_rank_that_does_not_answer_is_taken_for_dead():
         assert engine.stats().total_crashes == 1
 
     with_engine(body, step_timeout_s=3.0)  # far more than a step of a running rank takes
+
+
+def test_a_rank_that_says_nothing_while_it_is_loaded_again_is_loaded_once_more(caplog, monkeypatch):
+    monkeypatch.setattr("kvloom.engine.link.ranks._SILENCE_S", 0.5)
+
+    async def body(engine: EngineThread) -> None:
+        (task,) = await running(engine, asked("a"))
+        executor = engine._executor
+        assert isinstance(executor, RankExecutor)
+        program, executor._program = executor._program, [sys.executable, "-c", "import time; time.sleep(1e6)"]
+        os.kill(rank_pid(engine), signal.SIGKILL)
+        await until(lambda: "the model gave no sign of life for 0.5 s" in caplog.text)
+        executor._program = program
+        monkeypatch.undo()
+        assert await task == truth(asked("a"))
+
+    with_engine(body)
 
 
 def test_the_log_says_what_happened_in_one_line(caplog):

@@ -40,6 +40,7 @@ from kvloom.engine.link.starting import ended, starting
 from kvloom.engine.schedule.transfers import Moves
 
 _EXIT_S = 1.0  # seconds that a rank gets to end by itself
+_SILENCE_S = 300.0  # seconds without a sign of life after which a rank that is loaded again is given up
 
 
 class RankExecutor:
@@ -115,7 +116,7 @@ class RankExecutor:
         """Kill what is left and load the model again. Raises ModelError or RankDied."""
         self.kill()
         self.close()
-        self._start()
+        self._start(_SILENCE_S)
 
     def nudge(self) -> None:
         """Does nothing: a caller never waits for ranks longer than a step."""
@@ -140,7 +141,10 @@ class RankExecutor:
             log.join(_EXIT_S)
         self._meeting.cleanup()
 
-    def _start(self) -> None:
+    def _start(self, silence_s: float | None = None) -> None:
+        """Start the ranks. `silence_s`: how long they may send nothing meanwhile; None = for ever, as at the first
+        start, which may compile and has people who watch it.
+        """
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._logs: list[threading.Thread] = []
@@ -151,7 +155,7 @@ class RankExecutor:
                 self._spawn()
             for rank, channel in enumerate(self._channels):
                 channel.send(RankSetup(self._config, self._eos_ids(), rank, f"{self._meeting.name}/meeting"))
-            self.info = self._wait_ready()
+            self.info = self._wait_ready(silence_s)
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
@@ -189,14 +193,15 @@ class RankExecutor:
                         return message.error
         return ""
 
-    def _wait_ready(self) -> RankInfo:
+    def _wait_ready(self, silence_s: float | None) -> RankInfo:
         """RankInfo of rank 0; progress of rank 0 is reported for all. Raises ModelError (also when ranks differ) and
         RankDied.
         """
         infos: dict[int, RankInfo] = {}
+        silent = f"the model gave no sign of life for {silence_s or 0:g} s"
         while len(infos) < len(self._channels):
             waiting = [channel for rank, channel in enumerate(self._channels) if rank not in infos]
-            for rank, message in self._readable(waiting, None):
+            for rank, message in self._readable(waiting, silence_s, silent):
                 if isinstance(message, Ready):
                     infos[rank] = message.info
                 elif isinstance(message, Failed):
@@ -220,16 +225,18 @@ class RankExecutor:
                 found[rank] = message
         return [found[rank] for rank in range(len(self._channels))]
 
-    def _readable(self, waiting: Sequence[Channel], timeout_s: float | None) -> Iterator[tuple[int, Any]]:
-        """(rank, message) of the ranks that have a message. Raises RankDied."""
+    def _readable(
+        self, waiting: Sequence[Channel], timeout_s: float | None, why: str = ""
+    ) -> Iterator[tuple[int, Any]]:
+        """(rank, message) of the ranks that have a message. Raises RankDied; `why`: what it says of silence."""
         ready = [channel for channel in waiting if channel.has_message] or select.select(waiting, [], [], timeout_s)[0]
         if not ready:
-            raise RankDied(self._no_answer)
+            raise RankDied(why or self._no_answer)
         for channel in ready:
             try:
                 yield self._channels.index(channel), channel.receive(timeout_s)
             except TimeoutError as error:
-                raise RankDied(self._no_answer) from error
+                raise RankDied(why or self._no_answer) from error
             except EOFError as error:
                 raise RankDied(self._exit_reason()) from error
 

@@ -48,7 +48,9 @@ class BeamAnswers:
             num_cached = num_cached if num_steps else found[0].num_cached_tokens
             search.take([delta.logprobs[0] for delta in found])
             num_steps += 1
-        return [self._delta(request, one, num_cached) for one in search.best(count, cut)]
+        best = search.best(count, cut)
+        best += [Hypothesis(end=(cut, None))] * (count - len(best))  # a search that is stopped at once has one beam
+        return [self._delta(request, one, num_cached) for one in best]
 
     def _end_of(self, ids: tuple[int, ...], params: SamplingParams) -> End | None:
         if ids[-1] in params.stop_token_ids:

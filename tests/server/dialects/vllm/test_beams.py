@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kvloom.contract.request import FinishReason, SamplingParams, TokenLogprob
 from kvloom.rank.fake import ByteTokenizer, fake_next
 from kvloom.server.serving.beams import Beams, BeamSearch, End, Hypothesis
 from tests.support.servers import FakeServer, fake_server
+from tests.support.waiting import until
 
 EOS = 0
 Table = dict[tuple[int, ...], list[float]]  # log-probabilities of tokens 0, 1 and 2 after so many tokens
@@ -166,3 +168,15 @@ def test_a_search_is_one_request_and_can_be_stopped(server: FakeServer):
     before = meter.num_received
     ask(server)
     assert (meter.num_received, server.admission.num_active) == (before + 1, 0)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_search_that_is_stopped_in_its_first_step_has_all_its_answers(streams: bool):
+    with fake_server(step_s=1.0) as server, ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, server, prompt="hello", stream=streams)
+        until(lambda: server.engine._engine.has_work)
+        server.post("/sleep?mode=abort")
+        reply = asked.result()
+        assert reply.status_code == 200, reply.text
+        text = json.loads(reply.content.split(b"\0")[0])["text"]
+        assert text == (["", ""] if streams else ["hello", "hello"])
