@@ -212,6 +212,22 @@ def test_files_that_have_changed_meanwhile_end_the_answers_at_once(tmp_path):
     play(tmp_path, scene)
 
 
+def test_files_that_change_while_they_are_loaded_are_named_as_the_reason(tmp_path):
+    async def scene(world: World) -> None:
+        class Changing(ModelError):
+            def __init__(self) -> None:
+                super().__init__("cut short")
+                world.identity = "another"
+
+        world.refusals = [Changing]  # type: ignore[list-item]
+        world.submit(1)
+        while not world.failed:
+            await asyncio.sleep(0)
+        assert "the model's files were changed" in world.failed[0][2]
+
+    play(tmp_path, scene)
+
+
 def test_a_model_that_nobody_waits_for_is_not_started_again(tmp_path):
     async def scene(world: World) -> None:
         (await world.process(0)).on.death("it died")

@@ -40,7 +40,12 @@ async def open_host(model: Model, opener: Opener, setup: Open, on: Listeners, pa
 async def _open_unchanged(model: Model, opener: Opener, setup: Open, on: Listeners) -> Host:
     if not await asyncio.to_thread(model.is_unchanged):
         raise FilesChanged(CHANGED)
-    host = await opener(setup, model.files, on)
+    try:
+        host = await opener(setup, model.files, on)
+    except ModelError:
+        if model.is_unchanged():
+            raise
+        raise FilesChanged(CHANGED) from None  # what it met there is of no use to anyone
     if not model.is_unchanged():
         await host.close()
         raise FilesChanged(CHANGED)
