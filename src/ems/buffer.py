@@ -17,6 +17,8 @@ from ems.native.tensors import native_tensors
 from ems.runs import SKIPPED, Block, Bytes, Numbers
 from ems.tensors import Tensor, as_tensor
 
+_MAX_ADDRESS = 2**63
+
 
 @dataclass(frozen=True, slots=True)
 class KvBufferWrapper:
@@ -26,10 +28,12 @@ class KvBufferWrapper:
     length: int
 
     def __post_init__(self) -> None:
-        if self.data_ptr <= 0:
+        if not isinstance(self.data_ptr, int) or not 0 < self.data_ptr < _MAX_ADDRESS:
             raise invalid_argument("data_ptr", "must be the address of a buffer")
-        if self.length <= 0:
-            raise invalid_argument("length", "must be positive")
+        if not isinstance(self.length, int) or self.length <= 0:
+            raise invalid_argument("length", "must be a positive number of bytes")
+        if self.length > _MAX_ADDRESS - self.data_ptr:
+            raise invalid_argument("length", "reaches beyond the memory that a process may have")
 
     def view(self) -> memoryview:
         """The memory itself, writable."""
@@ -171,7 +175,7 @@ def _check_tensor(name: str, tensor: Tensor, first: Tensor, head: Tensor) -> Non
     if len(tensor.shape) < 3:
         shape = "[blocks, block_size, heads, head_size] or [blocks, block_size, dim]"
         raise invalid_argument("kvcache", f"{name} has {len(tensor.shape)} dimensions, expected {shape}")
-    if 0 in tensor.shape:
+    if 0 in (*tensor.shape, tensor.item_bytes):
         raise invalid_argument("kvcache", f"{name} is empty")
     if tensor.shape[:2] != head.shape[:2]:
         raise invalid_argument("kvcache", f"{name} has other blocks or block_size than the first tensor")

@@ -22,6 +22,7 @@ from ems.native.plan import native_names, native_planner
 from ems.profiling import Profiler
 from ems.transport import Link, LinkPool
 
+WAS_SHUT_DOWN = "Ems was shut down"
 _DEFAULT: Final = CcKvOption()
 _IO_THREADS = 4
 _FLOOR_S = 0.02  # timeout=0 still needs one round trip to the agent on this node
@@ -289,7 +290,7 @@ class ContextCaching:
             future = self._executor.submit(self._run, replace(call, is_async=True, source=source))
         except RuntimeError:  # the executor's way of saying that it was shut down
             self._count_snapshot(-source.num_bytes if source else 0)
-            raise io_error("Ems was shut down") from None
+            raise io_error(WAS_SHUT_DOWN) from None
         if source is None and wants_snapshot:
             future.exception()  # no room for a copy: the caller may change the blocks only after the save
         return CcFuture(future)

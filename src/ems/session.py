@@ -8,7 +8,7 @@ from pathlib import Path
 from ems.common.exception import EmsException
 from ems.common.sockets import candidates, find_socket
 from ems.config import LEGACY_DEFAULT_ACCESS_ID, EmsConfig
-from ems.context_caching import ContextCaching
+from ems.context_caching import WAS_SHUT_DOWN, ContextCaching
 from ems.profiling import Profiler
 from ems.transport import LinkPool
 from ems.wire import messages as m
@@ -59,7 +59,7 @@ class Session:
     def close(self) -> None:
         """Waits for calls under way, at most until their deadlines."""
         self.caching.close()
-        self._links.close()
+        self._links.close(WAS_SHUT_DOWN)
         self._profiler.close()
 
     def after_fork(self) -> None:

@@ -16,6 +16,7 @@ from ems.common.exception import invalid_argument
 
 Bytes = npt.NDArray[np.uint8]
 _HOST_DEVICES = (1, 3)  # DLPack's kDLCPU, kDLCUDAHost
+NOT_IN_MEMORY = "is sparse, nested or conjugated, or its memory was freed; expected a dense tensor"
 _SAME_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # numpy has no bfloat16
 
 
@@ -65,13 +66,29 @@ def as_tensor(name: str, value: object) -> Tensor | None:
     """`value` as a tensor; None when it is not one. Raises EmsException(EMS_INVALID_ARGUMENT) that calls it `name`."""
     torch = imported_torch()
     if torch is not None and isinstance(value, torch.Tensor):
-        return _of_torch(value.detach(), torch)
+        return _of_torch(name, value.detach(), torch)
     if isinstance(value, np.ndarray):
         return _of_numpy(name, value)
     return _of_dlpack(name, value, torch) if hasattr(value, "__dlpack_device__") else None
 
 
-def _of_torch(tensor: Any, torch: ModuleType) -> Tensor:
+def is_in_memory(tensor: Any, torch: ModuleType) -> bool:
+    """Whether memory holds a torch tensor's elements as its shape and strides say: it is not sparse or nested, no
+    view that torch conjugates or negates, and its storage was not freed.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
+        return False
+    try:
+        held = tensor.untyped_storage().nbytes()
+    except RuntimeError:  # it only stands for a tensor
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool(tensor.numel() == 0 or (tensor.storage_offset() + last + 1) * tensor.element_size() <= held)
+
+
+def _of_torch(name: str, tensor: Any, torch: ModuleType) -> Tensor:
+    if not is_in_memory(tensor, torch):
+        raise invalid_argument("kvcache", f"{name} {NOT_IN_MEMORY}")
     dtype, item_bytes, data = str(tensor.dtype).removeprefix("torch."), tensor.element_size(), tensor
     if tensor.device.type == "cpu":
         data = (
@@ -102,4 +119,4 @@ def _of_dlpack(name: str, value: Any, torch: ModuleType | None) -> Tensor:
             raise invalid_argument("kvcache", f"{name} cannot be seen through DLPack: {error}") from None
     if torch is None:
         raise invalid_argument("kvcache", f"{name} is on a device (DLPack's {device}); import torch to register it")
-    return _of_torch(torch.from_dlpack(value), torch)
+    return _of_torch(name, torch.from_dlpack(value), torch)

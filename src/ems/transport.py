@@ -31,6 +31,7 @@ from ems.wire.frames import WireError
 
 T = TypeVar("T")
 log = logging.getLogger("ems")
+WAS_CLOSED = "the pool was closed"
 _MAX_IDLE_LINKS = 8
 _CONNECT_S = 5.0
 _RETRY_S = 0.005  # pause before retrying an agent whose queue of connections is full
@@ -271,13 +272,13 @@ class LinkPool:
         self._access_id = access_id
         self._access_key = access_key
         self.pool_id = b""  # messages.Welcome.pool of the last connection; empty before the first
+        self._why_closed = ""  # what calls are told; empty while it is open
         self._start()
 
     def _start(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[Link] = []
         self._maps = SegmentMaps()
-        self._is_closed = False
 
     @contextlib.contextmanager
     def lend(self, deadline_s: float, link: Link | None = None) -> Iterator[Link]:
@@ -308,8 +309,8 @@ class LinkPool:
     def _take(self, deadline_s: float) -> Link:
         while True:
             with self._lock:
-                if self._is_closed:
-                    raise io_error("Ems was shut down")
+                if self._why_closed:
+                    raise io_error(self._why_closed)
             link = self.take_idle()
             if link is None:
                 connect_s = min(deadline_s, time.monotonic() + _CONNECT_S)
@@ -328,21 +329,25 @@ class LinkPool:
     def give_back(self, link: Link) -> None:
         """After a call all of whose answers were read."""
         with self._lock:
-            if len(self._idle) < _MAX_IDLE_LINKS and not self._is_closed:
+            if len(self._idle) < _MAX_IDLE_LINKS and not self._why_closed:
                 self._idle.append(link)
                 return
         link.close()
 
-    def close(self) -> None:
-        """Close the idle links; lent ones close when they come back."""
+    @property
+    def is_closed(self) -> bool:
+        return bool(self._why_closed)
+
+    def close(self, why: str = WAS_CLOSED) -> None:
+        """Close the idle links; lent ones close when they come back. why: the error of later calls."""
         with self._lock:
-            idle, self._idle, self._is_closed = self._idle, [], True
+            idle, self._idle, self._why_closed = self._idle, [], why
         for link in idle:
             link.close()
         self._maps.close()
 
     def after_fork(self) -> None:
-        """In a forked child: forget the parent's connections without writing to them."""
+        """In a forked child: forget the parent's connections without writing to them. A closed pool stays closed."""
         for link in self._idle:
             link.close()
         self._start()

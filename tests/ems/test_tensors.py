@@ -32,6 +32,13 @@ def numbers(dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
+def freed() -> torch.Tensor:
+    """A tensor whose memory was given back, as engines do with what they need no more."""
+    tensor = torch.zeros(SHAPE).half()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 KINDS = {
     "torch": lambda tensor: tensor,
     "numpy": lambda tensor: tensor.numpy(),
@@ -84,6 +91,13 @@ def read_only() -> np.ndarray:
         (np.zeros(SHAPE, np.float16)[::-1], "tensor 1: the memory of its blocks overlaps"),
         (torch.zeros((1, 4, 2, 8)).half().expand(SHAPE), "tensor 1: the memory of its blocks overlaps"),
         (torch.zeros(SHAPE, dtype=torch.float16, device="meta"), "tensor 1 has another dtype or device"),
+        (np.zeros(SHAPE, "V0"), "tensor 1 is empty"),
+        (torch.zeros(SHAPE).half().to_sparse(), "tensor 1 is sparse, nested or conjugated"),
+        (torch.zeros(SHAPE).to_mkldnn(), "tensor 1 is sparse"),
+        (torch.nested.nested_tensor([torch.zeros(4)], layout=torch.jagged), "tensor 1 is sparse, nested"),
+        (torch.zeros(SHAPE, dtype=torch.complex64).conj(), "tensor 1 is sparse, nested or conjugated"),
+        (torch.zeros(SHAPE, dtype=torch.complex64).conj().imag, "tensor 1 is sparse, nested or conjugated"),
+        (freed(), "or its memory was freed; expected a dense tensor"),
         ([1, 2], "must be a list of layers, each a list of tensors"),
         (None, "must be a list of layers, each a list of tensors"),
     ],

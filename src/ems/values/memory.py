@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ems.buffer import KvBufferWrapper
 from ems.common.exception import invalid_argument
 from ems.runs import addresses_of
-from ems.tensors import imported_torch
+from ems.tensors import NOT_IN_MEMORY, imported_torch, is_in_memory
 
 Bytes = npt.NDArray[np.uint8]
 _BYTE = np.dtype(np.uint8)
@@ -60,7 +60,10 @@ def bytes_of(name: str, value: object, is_written: bool) -> Bytes:
 
 
 def _of_buffer(name: str, value: Any) -> Bytes:
-    view = memoryview(value)
+    try:
+        view = memoryview(value)
+    except ValueError:
+        raise invalid_argument(name, "is a memoryview that was released") from None
     if not view.c_contiguous:
         raise invalid_argument(name, "is not contiguous")
     return np.frombuffer(view.cast("B") if view.nbytes else b"", np.uint8)
@@ -72,6 +75,8 @@ def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
     if torch is not None and isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
             raise invalid_argument(name, f"is on {value.device}; values are moved from and to host memory")
+        if not is_in_memory(value, torch):
+            raise invalid_argument(name, NOT_IN_MEMORY)
         if not value.is_contiguous():
             raise invalid_argument(name, "is not contiguous; call .contiguous() on it, or give its parts as a list")
         array: npt.NDArray[Any] = value.detach().view(-1).view(torch.uint8).numpy()
@@ -90,7 +95,7 @@ def _of_array(name: str, array: npt.NDArray[Any]) -> Bytes:
         raise invalid_argument(
             name, "is not contiguous; call numpy.ascontiguousarray on it, or give its parts as a list"
         )
-    return array if array.ndim == 1 and array.dtype is _BYTE else array.reshape(-1).view(np.uint8)
+    return array if array.ndim == 1 and array.dtype is _BYTE else np.asarray(array).reshape(-1).view(np.uint8)
 
 
 def check_apart(name: str, values: Sequence[Sequence[Bytes]]) -> None:

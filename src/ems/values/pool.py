@@ -17,7 +17,7 @@ from ems.common.text import is_text
 from ems.config import LEGACY_DEFAULT_ACCESS_ID, CcKvOption, EmsConfig, checked_option
 from ems.keys import ValueNames
 from ems.session import locate_socket
-from ems.transport import Link, LinkPool
+from ems.transport import WAS_CLOSED, Link, LinkPool
 from ems.values import moving
 from ems.values.memory import Bytes, KvBuffer, bytes_of, check_apart, pieces_of
 from ems.values.moving import Batch, KvStatus
@@ -67,9 +67,11 @@ class KvPool:
         self._executor = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="ems-values")
 
     def after_fork(self) -> None:
-        """In a forked child: create connections and threads anew."""
+        """In a forked child: create connections and threads anew. A closed pool stays closed."""
         self._links.after_fork()
         self._start()
+        if self._links.is_closed:
+            self._executor.shutdown()
 
     @staticmethod
     def register(buffer: object) -> KvBuffer:
@@ -184,7 +186,7 @@ class KvPool:
         try:
             return self._executor.submit(call, *arguments)
         except RuntimeError:  # the executor's way of saying that it was shut down
-            raise io_error("the pool was closed") from None
+            raise io_error(WAS_CLOSED) from None
 
     def _names_under(self, salt: bytes) -> ValueNames:
         with self._lock:

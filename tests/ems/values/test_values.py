@@ -301,22 +301,6 @@ def test_futures_and_asyncio(pool):
     assert asyncio.run(ask()) == [True, False]
 
 
-def test_a_closed_pool_says_so(agent):
-    with opened(agent) as pool:
-        pool.put(["a"], [b"1"])
-    for call in (
-        lambda: pool.put(["a"], [b"1"]),
-        lambda: pool.get(["a"], [bytearray(1)]),
-        lambda: pool.exists(["a"], [1]),
-        lambda: pool.async_put(["a"], [b"1"]),
-    ):
-        with pytest.raises(EmsException) as caught:
-            call()
-        assert caught.value.status_code() == EmsErrorCode.EMS_IO_ERROR
-    assert not pool.is_healthy()
-    pool.close()
-
-
 def test_without_an_agent_calls_say_where_they_looked(tmp_path):
     with ems.open_pool(a_config(), socket=tmp_path / "nobody.sock") as pool:
         with pytest.raises(EmsException) as caught:
