@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
-from ems import CcKvOption, EmsErrorCode, EmsException
+from ems import CcKvOption, CcResult, EmsErrorCode, EmsException
 from ems.transport import Link, SegmentMaps
 from ems.wire import messages as m
 from kvloom.pool.auth import RefusedLogins
@@ -21,7 +21,7 @@ from kvloom.pool.control.state import ControlState
 from kvloom.pool.metrics import render
 from kvloom.pool.staging import Staging
 from kvloom.pool.storage.counts import Counts
-from tests.support.pool.agents import SECRET, new_kv, running_agent, session, slots_of
+from tests.support.pool.agents import SECRET, has_pushed, new_kv, running_agent, session, slots_of, two_agents
 from tests.support.waiting import WAIT_S, soon, until
 
 
@@ -50,6 +50,43 @@ def test_who_finds_all_sessions_taken_waits_for_one_to_end():
         for link in links + came:
             link.close()
         until(lambda: gauge(agent, "sessions") == 0)
+
+
+def test_nodes_that_know_the_secret_take_no_place_of_others():
+    """A node has connections for loads and one for pushes; with many nodes the last ones found no place, for ever."""
+    kv, hashes = new_kv(), list(range(40))
+    with two_agents(max_sessions=1, peer_connections=3) as (a, b):
+        for saving, loading in ((a, b), (b, a)):
+            with session(saving.config.socket, kv) as cc:
+                assert cc.save(slots_of(*range(40)), hashes, [4] * 40) == CcResult(40, 40)
+                until(lambda: has_pushed(a, b))
+            with session(loading.config.socket, kv) as cc:
+                assert cc.load(slots_of(*range(40)), hashes, [4] * 40) == CcResult(40, 40)
+            hashes = [each + 1000 for each in hashes]
+        assert not a.node.pools()[0].counts["push_failed"] + b.node.pools()[0].counts["push_failed"]
+
+
+def test_callers_who_may_be_nodes_have_as_many_places_as_engines():
+    with two_agents(max_sessions=2) as (a, b), ExitStack() as stack:
+        assert not any(b.peers.has("default", [bytes([i]) * 32 for i in range(16)], soon()))
+        assert a._sessions, "it was asked"
+        b.peers.close()
+        until(lambda: not a._sessions)
+        for _ in range(2):
+            stack.enter_context(socket.create_connection(("127.0.0.1", a.peer_port)))
+        until(lambda: gauge(a, "sessions_waited_total") >= 1)
+        assert gauge(a, "sessions") == 0
+
+
+def test_a_node_that_vanished_does_not_keep_its_connections():
+    """Its machine has lost power, or the network its packets: the system probes the connection, and ends it."""
+    with two_agents() as (a, b):
+        assert not any(b.peers.has("default", [bytes([i]) * 32 for i in range(16)], soon()))
+        (sock,) = (channel.sock for channel in a._sessions)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle_s = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        pause_s = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+        assert idle_s + pause_s * sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) <= 120
 
 
 def test_a_burst_of_connections_is_served_within_its_deadlines():

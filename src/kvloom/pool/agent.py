@@ -26,7 +26,7 @@ from kvloom.pool.cluster.peer_session import PeerSession
 from kvloom.pool.cluster.peers import Peers
 from kvloom.pool.cluster.secured import Complaints, SecuredChannel, TlsBroken, problem_of
 from kvloom.pool.config import AgentConfig, read_option
-from kvloom.pool.door import BACKLOG, Door
+from kvloom.pool.door import BACKLOG, Door, notice_loss
 from kvloom.pool.node import Node, NodeStats, collect
 from kvloom.pool.session import ClientSession, count_end
 from kvloom.pool.snapshot import Snapshots
@@ -173,6 +173,7 @@ class Agent:
 
     def _serve(self, channel: Channel, caller: str) -> None:
         sock, deadline_s = channel.sock, time.monotonic() + _HELLO_S
+        place = self._door.place(sock.family)
         try:
             if isinstance(channel, SecuredChannel):
                 channel.handshake(deadline_s)
@@ -181,7 +182,9 @@ class Agent:
             self._complaints.forget(caller)
             if isinstance(frame.message, m.Hello) and frame.message.is_peer and sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                PeerSession(channel, self.node, secrets.token_bytes).run(frame.message)
+                notice_loss(sock)
+                # nodes that know the secret are as many as the cluster has, so they take no place of later callers
+                PeerSession(channel, self.node, secrets.token_bytes).run(frame.message, place.leave)
             elif isinstance(frame.message, m.Hello) and sock.family == socket.AF_UNIX:
                 ClientSession(channel, self.node, secrets.token_bytes).run(frame.message, frame.request_id)
             else:
@@ -195,9 +198,8 @@ class Agent:
         finally:
             with self._lock:
                 self._sessions.discard(channel)
-            family = sock.family
             channel.close()
-            self._door.left(family)
+            place.leave()
 
     def reload_tls(self) -> None:
         """Read the TLS files again for new connections, and end connections of revoked nodes.

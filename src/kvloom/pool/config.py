@@ -144,8 +144,8 @@ class AgentConfig:
     has_huge_pages: take the pool's memory from huge pages where there are some.
     snapshot_dir: folder that keeps the blocks between an orderly end and the next start.
     socket_mode, socket_group: who may connect: its permissions, and its group's number; -1 = the agent's own.
-    max_sessions: connections of engines at once, and of nodes; more wait. staging_bytes: for what sessions are saving,
-    all together; 0 = a quarter of pool_bytes, 64 MiB at least.
+    max_sessions: connections of engines at once, and of callers who may be nodes; more wait. staging_bytes: for what
+    sessions are saving, all together; 0 = a quarter of pool_bytes, 64 MiB at least.
     peer_connections: that one load from another node uses at most; 0 = 2 inside TLS, else 1.
     allowed_hosts: names, beside addresses and the machine's own, that `http` is asked under.
     tls: files for speaking with other nodes; without them nodes speak in plain text, beyond loopback only with

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -16,11 +17,35 @@ _PAUSE_S = 0.1  # pause when out of descriptors or memory, unless a session ends
 _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
+_LOSS_S, _PROBES = 60, 6  # seconds of silence after which a node is probed; unanswered probes that end a connection
+
+
+def notice_loss(sock: socket.socket) -> None:
+    """Have the system end a TCP connection whose other machine vanished without a word, within two minutes."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _LOSS_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _LOSS_S // _PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+
+
+class Place:
+    """What a caller takes of a door's room until it leaves it, or ends. Used by one thread."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave: Callable[[], None] | None = leave
+
+    def leave(self) -> None:
+        """The place is another caller's; may be called twice."""
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+
+
 class Door:
     """`serve` runs on a thread of its own until `close`; the other methods may be called from any thread."""
 
     def __init__(self, max_sessions: int, begin: Callable[[socket.socket, Any], None]) -> None:
-        """max_sessions: at once at each listener. begin: takes over a caller's socket and address."""
+        """max_sessions: places at each listener. begin: takes over a caller's socket and address, and its `place`."""
         self.counts: Counter[str] = Counter()
         self._max_sessions = max_sessions
         self._begin = begin
@@ -78,14 +103,17 @@ class Door:
             self._begin(sock, address)
         except OSError:  # the caller has disconnected
             sock.close()
-            self.left(sock.family)
+            self._left(sock.family)
         except RuntimeError as error:  # no thread available
             log.error("a caller is sent away: %s", error)
             sock.close()
-            self.left(sock.family)
+            self._left(sock.family)
 
-    def left(self, family: int) -> None:
-        """A session of that address family ended."""
+    def place(self, family: int) -> Place:
+        """The place of a caller of that address family, who was begun."""
+        return Place(partial(self._left, family))
+
+    def _left(self, family: int) -> None:
         with self._lock:
             self._num_inside[family] -= 1
         self._ring()

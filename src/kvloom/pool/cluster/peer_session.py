@@ -27,11 +27,15 @@ class PeerSession:
         self._node = node
         self._new_nonce = new_nonce
 
-    def run(self, hello: m.Hello) -> None:
-        """Serve the peer from its Hello to the end of the connection. Never raises for what the peer does."""
+    def run(self, hello: m.Hello, on_proof: Callable[[], None] = lambda: None) -> None:
+        """Serve the peer from its Hello to the end of the connection. Never raises for what the peer does.
+
+        on_proof: called when the peer has proved that it knows the secret.
+        """
         try:
             if not self._authenticate(hello):
                 return
+            on_proof()
             while True:
                 frame = self._channel.receive()
                 budget_s = min(_MAX_BUDGET_S, max(_MIN_BUDGET_S, frame.deadline_ms / 1000))
