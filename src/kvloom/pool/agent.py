@@ -117,7 +117,7 @@ class Agent:
             self.node.others = self.engine
         if config.control_url and self.peers is not None:
             link = import_module("kvloom.pool.control.link")  # imports an HTTP client, only needed with a control plane
-            control = self._control = link.ControlLink(self.node, self.peers, self._advertised)
+            control = self._control = link.ControlLink(self.node, self.peers, self._advertised, self.stats)
             control.start()
 
     def _advertised(self) -> str:

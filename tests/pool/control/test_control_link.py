@@ -16,8 +16,9 @@ from kvloom.pool.config import AgentConfig
 from kvloom.pool.control import link
 from kvloom.pool.control.link import ControlLink
 from kvloom.pool.control.state import Orders
-from kvloom.pool.node import Node
-from tests.support.pool.agents import SECRET
+from kvloom.pool.metrics import render
+from kvloom.pool.node import Node, collect
+from tests.support.pool.agents import SECRET, new_kv, running_agent, session, slots_of
 
 ORDERS = msgspec.json.encode(Orders([], [("t", 0, 1 << 20)], {}, [], []))
 
@@ -63,7 +64,7 @@ class Answers:
 def linked(url: str):
     with closing(Node(AgentConfig(secret=SECRET, node_id="a", control_url=url))) as node:
         peers = Peers("a", SECRET)
-        with closing(peers), closing(ControlLink(node, peers, lambda: "")) as control:
+        with closing(peers), closing(ControlLink(node, peers, lambda: "", lambda: collect(node, {}))) as control:
             yield node, control
 
 
@@ -87,6 +88,26 @@ def test_a_node_shows_its_token_and_takes_its_orders():
         path, headers = server.requests[0]
     assert path == "/pool/v1/nodes/a:heartbeat"
     assert headers["Authorization"] == f"Bearer {node_token(SECRET)}"
+
+
+def test_the_control_plane_knows_what_the_nodes_own_metrics_say(served):
+    """Of its sessions and its staging memory too, which it said were none."""
+    rows = ("ems_sessions{", "ems_sessions_limit{", "ems_staging_bytes{", "ems_staging_limit_bytes{")
+
+    def told(text: str) -> list[str]:
+        return [row for row in text.splitlines() if row.startswith(rows)]
+
+    url = str(served.base_url).rstrip("/")
+    with (
+        running_agent(node_id="a", secret=SECRET, control_url=url, max_sessions=7) as agent,
+        session(agent.config.socket, new_kv()) as cc,
+    ):
+        assert cc.save(slots_of(0), [1], [4]).success == 1
+        assert agent._control.beat()
+        own = told(render([agent.stats()]).decode())
+        assert told(served.get("/metrics").text) == own
+        assert 'ems_sessions{node="a"} 1.0' in own
+        assert 'ems_sessions_limit{node="a"} 7.0' in own
 
 
 def test_over_tls_the_systems_authorities_count(tmp_path, monkeypatch, caplog):

@@ -17,7 +17,7 @@ from kvloom.pool.auth import Credential, node_token
 from kvloom.pool.cluster.peers import Peers
 from kvloom.pool.config import Address, TenantLimits, parse_address
 from kvloom.pool.control.state import Heartbeat, Orders
-from kvloom.pool.node import Node, collect
+from kvloom.pool.node import Node, NodeStats
 from kvloom.reading import read_bytes
 from kvloom.writing import write_private
 
@@ -37,12 +37,20 @@ class _Refusal(msgspec.Struct):
 class ControlLink:
     """A thread that sends a heartbeat every `interval_s` until `close`."""
 
-    def __init__(self, node: Node, peers: Peers, address: Callable[[], str], interval_s: float = 2.0) -> None:
-        """address: host:port at which other nodes reach this one, "" when they cannot."""
+    def __init__(
+        self,
+        node: Node,
+        peers: Peers,
+        address: Callable[[], str],
+        stats: Callable[[], NodeStats],
+        interval_s: float = 2.0,
+    ) -> None:
+        """address: host:port at which other nodes reach this one, "" when they cannot. stats: the node's figures."""
         self.is_connected = False
         self._node = node
         self._peers = peers
         self._address = address
+        self._stats = stats
         self._interval_s = interval_s
         self._kept: Orders | None = None
         self._complaint = ""
@@ -67,7 +75,7 @@ class ControlLink:
     def beat(self) -> bool:
         """One heartbeat; False, and nothing changed, when the control plane did not give a valid answer."""
         config = self._node.config
-        beat = Heartbeat(self._address(), collect(self._node, self._peers.status()), self._node.incarnation.hex())
+        beat = Heartbeat(self._address(), self._stats(), self._node.incarnation.hex())
         try:
             orders = msgspec.json.decode(self._post(msgspec.json.encode(beat)), type=Orders)
             self._apply(orders)
