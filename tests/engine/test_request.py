@@ -6,7 +6,7 @@ import pytest
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.request import Request, SamplingParams, check_request
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,16 @@ def test_a_value_out_of_range_is_refused_by_name(field, value):
     with pytest.raises(BadRequest) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("bad", [-1, 258, 2**70])
+@pytest.mark.parametrize("field", ["prompt", "logit_bias", "stop_token_ids", "logprob_ids"])
+def test_a_token_outside_the_vocabulary_is_refused_by_name(field: str, bad: int):
+    """Ranks take every token id as an index of their logits."""
+    prompt = (1, bad) if field == "prompt" else (1,)
+    named = {} if field == "prompt" else {field: {bad: 1.0} if field == "logit_bias" else (0, bad)}
+    with pytest.raises(BadRequest, match=f"{field}: token id {bad} is outside the vocabulary of 258"):
+        check_request(Request("a", prompt, SamplingParams(**named)), 64, 258)
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0}, {"top_p": 1e-6}, {"seed": -(2**63)}, {"max_tokens": 0}])

@@ -207,6 +207,7 @@ def check_request(request: Request, max_seq_len: int, vocab_size: int) -> None:
         ("prompt", request.prompt_ids),
         ("answer", request.answer),
         ("logit_bias", request.params.logit_bias),
+        ("stop_token_ids", request.params.stop_token_ids),
         ("logprob_ids", request.params.logprob_ids),
     )
     for name, ids in given:

@@ -63,6 +63,16 @@ def test_what_must_be_called_is_called_with_arguments_of_its_schema(styled: Fake
     assert tool_choice == "required" or names == {"weather"}
 
 
+@pytest.mark.parametrize("tool_choice", ["required", NAMED])
+def test_what_must_be_called_is_called_whatever_the_format_of_answers(styled: FakeServer, tool_choice: Any):
+    asked = {"tools": [TOOL], "tool_choice": tool_choice, "response_format": {"type": "json_object"}}
+    for seed in range(6):
+        choice = choice_of(styled, **asked, parallel_tool_calls=False, seed=seed, max_tokens=600)
+        [call] = choice["message"]["tool_calls"]
+        validate(SCHEMA, json.loads(call["function"]["arguments"]))
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+
+
 def test_a_stream_of_calls_is_the_whole_in_pieces(styled: FakeServer):
     asked = {"tools": [TOOL, OTHER], "tool_choice": "required", "seed": 3, "max_tokens": 600}
     whole = choice_of(styled, **asked)["message"]["tool_calls"]

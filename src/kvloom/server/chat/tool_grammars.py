@@ -14,7 +14,8 @@ _MARKS: dict[ToolForm, str] = {"hermes": OPEN, "qwen3_coder": OPEN, "llama3": ""
 
 
 def tool_grammar(form: ToolForm, tools: Sequence[Tool], choice: ToolChoice, is_parallel: bool, answer: str) -> str:
-    """The grammar of an answer; "" = unrestricted. `answer`: grammar of an answer without calls, "" = unrestricted.
+    """The grammar of an answer; "" = unrestricted. `answer`: grammar of an answer without calls, "" = unrestricted;
+    there is none where calls are required.
 
     Raises BadRequest that names the tool whose schema cannot be used.
     """
@@ -36,7 +37,7 @@ def tool_grammar(form: ToolForm, tools: Sequence[Tool], choice: ToolChoice, is_p
         return _checked({"lark_grammar": "\n".join(lines)})
     more = f" ({_literal(_SEPARATORS[form])} call)*" if is_parallel else ""
     lines.append(f"calls: call{more}")
-    if not answer:
+    if not answer or choice.mode != "auto":
         return _checked({"lark_grammar": "\n".join([*lines, "start: calls"])})
     other = _grammars_of(answer)
     lines.append("start: calls | @answer")

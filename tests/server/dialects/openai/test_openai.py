@@ -253,6 +253,8 @@ def test_a_bad_chat_body_is_a_400_that_names_the_field(
         ({**TEXT, "max_tokens": 0}, "max_tokens"),
         ({**TEXT, "suffix": "end"}, "suffix"),
         ({**TEXT, "stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({**TEXT, "stop_token_ids": [1, 10**6], "min_tokens": 1}, "stop_token_ids"),
+        ({**TEXT, "stop_token_ids": [2**70]}, "stop_token_ids"),
         ({"model": MODEL}, "prompt"),
     ],
 )
