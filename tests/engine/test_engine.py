@@ -124,6 +124,26 @@ def test_text_held_back_for_a_stop_string_comes_with_the_last_token():
     assert text_of(run_all(fake_engine(), Request("a", prompt(5), params))["a"]) == answer
 
 
+def test_text_held_back_for_a_stop_string_comes_with_an_abort():
+    engine, answer = fake_engine(), bytes(truth(Request("a", prompt(5), GREEDY), 12)).decode()
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=(answer + "never",))
+    engine.add(Request("a", prompt(5), params))
+    deltas: list[Delta] = []
+    while len(tokens_of(deltas)) < 6:
+        deltas += engine.step()
+    assert text_of(deltas) == ""
+    engine.abort("a")
+    deltas += engine.step()
+    assert (text_of(deltas), deltas[-1].finish_reason) == (answer[: len(tokens_of(deltas))], FinishReason.ABORT)
+
+
+def test_no_stop_string_ends_an_answer_below_its_minimum_length():
+    answer = bytes(truth(Request("a", prompt(5), GREEDY), 12)).decode()
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=tuple(set(answer)), min_tokens=7)
+    deltas = run_all(fake_engine(), Request("a", prompt(5), params))["a"]
+    assert (text_of(deltas), deltas[-1].stop_reason) == (answer[:7], answer[7])
+
+
 def test_log_probabilities_come_with_each_token_and_each_prompt_token():
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     engine = fake_engine(max_batch=2, max_tokens_per_step=4)

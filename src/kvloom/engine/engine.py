@@ -140,7 +140,7 @@ class Engine:
         if live is not None:
             self._retire(live)
             self._fresh = [fresh for fresh in self._fresh if fresh.live is not live]
-            self._outbox.append(live.delta(FinishReason.ABORT))
+            self._outbox.append(live.delta(FinishReason.ABORT, text=live.stops.finish()))
 
     def fail_all(self, error: str) -> list[Delta]:
         """End every request with an error: the state of the model or of this engine cannot be trusted any more.

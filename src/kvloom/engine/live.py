@@ -160,7 +160,8 @@ class Arrivals:
             seed = secrets.randbits(63) if config.seed is None else (config.seed + seq.id) & (2**63 - 1)
         detok = Detokenizer(text_bytes(self._vocabulary, params.skip_special_tokens))
         told_seed = None if params.is_greedy else seed
-        live = Live(request, seq, seed, told_seed, detok, StopStrings(params.stop, params.include_stop), now_s)
+        stops = StopStrings(params.stop, params.include_stop, params.min_tokens)
+        live = Live(request, seq, seed, told_seed, detok, stops, now_s)
         live.go_on()
         self._next_id += 1
         return live

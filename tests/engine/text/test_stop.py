@@ -67,6 +67,13 @@ def test_what_was_held_back_comes_out_at_the_end():
     assert feed(StopStrings(["END"]), ["the E", "N"]) == "the EN"
 
 
+def test_no_stop_string_ends_in_the_first_pieces_of_an_answer_with_a_minimum_length():
+    """As with vLLM: one that begins in them and ends behind them does end the answer."""
+    assert feed(StopStrings(["b"], num_exempt=2), ["ab", "b", "a", "bc"]) == "abba"
+    assert feed(StopStrings(["bc"], num_exempt=2), ["bc", "ab", "ca"]) == "bca"
+    assert feed(StopStrings(["ab", "xabz"], num_exempt=1), ["xab", "q", "ab"]) == "xabq"
+
+
 def test_without_stop_strings_text_passes():
     assert feed(StopStrings([]), ["a", "b"]) == "ab"
 

@@ -119,7 +119,7 @@ class HostedEngine:
         """End a request now. Unknown and finished ids are ignored. Raises RankDied."""
         hosted = self._hosted.get(self._ids.get(request_id, -1))
         if hosted is not None:
-            self._outbox.append(hosted.live.delta(FinishReason.ABORT))
+            self._outbox.append(hosted.live.delta(FinishReason.ABORT, text=hosted.live.stops.finish()))
             self._retire(hosted, is_known=hosted.is_started)
 
     def fail_all(self, error: str) -> list[Delta]:

@@ -36,19 +36,24 @@ class StopStrings:
     Text that may be the beginning of a stop string is held back until it is known not to be.
     """
 
-    def __init__(self, stops: Sequence[str], is_included: bool = False) -> None:
+    def __init__(self, stops: Sequence[str], is_included: bool = False, num_exempt: int = 0) -> None:
+        """`num_exempt`: pieces at the beginning in which no stop string may end."""
         self.matched: str | None = None
         self._stops = stops
         self._is_included = is_included
+        self._num_exempt = num_exempt
         self._held = ""
 
     def add(self, text: str) -> str:
         """The part of the text that may be released now. After a match (`matched`) nothing more is."""
         if not self._stops:
             return text
-        text = self._held + text
-        found = [(index + len(stop), index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
-        if found:
+        num_held, text = len(self._held), self._held + text
+        begins = ((stop, text.find(stop, max(0, num_held + 1 - len(stop)))) for stop in self._stops)
+        found = [(index + len(stop), index, stop) for stop, index in begins if index >= 0]
+        if self._num_exempt:
+            self._num_exempt -= 1
+        elif found:
             end, start, self.matched = min(found)
             self._held = ""
             return text[: end if self._is_included else start]

@@ -7,6 +7,8 @@ from dataclasses import replace
 from kvloom.contract.request import MAX_LOGPROBS, Delta, FinishReason, Request, SamplingParams
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.feed import Step
+from kvloom.engine.text.detok import Detokenizer, text_bytes
+from kvloom.engine.text.stop import StopStrings
 from kvloom.server.serving.beams import Beams, BeamSearch, End, Hypothesis
 from kvloom.server.serving.engine import EngineLike
 from kvloom.server.serving.running import Running, aborted
@@ -57,8 +59,7 @@ class BeamAnswers:
             return FinishReason.STOP, ids[-1]
         if ids[-1] in self._tokenizer.eos_ids and not params.ignore_eos:
             return FinishReason.EOS, None
-        text = self._text(ids, params)
-        stop = next((stop for stop in params.stop if stop in text), None)
+        stop = self._read(ids, params)[1].matched if params.stop else None
         return None if stop is None else (FinishReason.STOP, stop)
 
     def _delta(self, request: Request, found: Hypothesis, num_cached: int) -> Delta:
@@ -66,14 +67,20 @@ class BeamAnswers:
         reason, stop = found.end
         ids, params = found.token_ids, request.params
         is_mark = reason is FinishReason.EOS or isinstance(stop, int)
-        text = self._text(ids[:-1] if is_mark else ids, params)
-        if isinstance(stop, str):
-            text = text[: text.index(stop) + (len(stop) if params.include_stop else 0)]
+        text, stops = self._read(ids[:-1] if is_mark else ids, params)
+        text += stops.finish()
         logprobs = () if params.logprobs is None else found.logprobs
         return Delta(request.id, text, ids, logprobs, None, reason, stop, num_cached)
 
-    def _text(self, ids: tuple[int, ...], params: SamplingParams) -> str:
-        return self._tokenizer.decode(list(ids), params.skip_special_tokens)
+    def _read(self, ids: tuple[int, ...], params: SamplingParams) -> tuple[str, StopStrings]:
+        """The text as that of any answer, up to a stop string; what the stop strings hold back is not in it."""
+        characters = Detokenizer(text_bytes(self._tokenizer, params.skip_special_tokens))
+        stops, text = StopStrings(params.stop, params.include_stop), ""
+        for token_id in ids:
+            text += stops.add(characters.add(token_id))
+            if stops.matched is not None:
+                break
+        return text, stops
 
 
 class BeamFeed:

@@ -7,7 +7,7 @@ import pytest
 
 from kvloom.contract.request import TokenLogprob
 from kvloom.rank.fake import ByteTokenizer
-from kvloom.server.dialects.openai.shapes import TextLogprobs
+from kvloom.server.dialects.openai.shapes import TextLogprobs, prompt_logprobs
 from tests.support.models.templates import HERMES, R1, TemplateTokenizer
 from tests.support.servers import FakeServer, fake_server
 
@@ -43,7 +43,8 @@ def test_top_logprobs_hold_the_chosen_token_and_so_many_others(server: FakeServe
 
 def test_a_chosen_token_that_is_unlikely_comes_beside_the_likely_ones():
     value = TokenLogprob(ord("z"), -9.0, ((ord("a"), -0.1), (ord("b"), -2.0)))
-    assert TextLogprobs(ByteTokenizer()).of([(ord("z"), value)])["top_logprobs"] == [{"z": -9.0, "a": -0.1, "b": -2.0}]
+    found = TextLogprobs(ByteTokenizer(), 2).of([(ord("z"), value)])
+    assert found["top_logprobs"] == [{"z": -9.0, "a": -0.1, "b": -2.0}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -56,6 +57,36 @@ def test_offsets_count_characters_also_of_several_tokens(server: FakeServer, str
     offsets = [offset for choice in shown for offset in choice["logprobs"]["text_offset"]]
     assert offsets == [0, 1, 1, 2, 2, 2, 3, 4, 5]
     assert whole["text"][offsets[-1]] == whole["logprobs"]["tokens"][-1]
+
+
+class Shy(ByteTokenizer):
+    """Vowels are special tokens."""
+
+    def is_special(self, token_id: int) -> bool:
+        return super().is_special(token_id) or token_id in b"aeiou"
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_offsets_leave_out_special_tokens_as_the_text_does(skips: bool):
+    fields = {"max_tokens": 60, "echo": True, "logprobs": 0, "skip_special_tokens": skips, "seed": 1, **GREEDY}
+    with fake_server(tokenizer=Shy(), has_eos=False) as server:
+        whole = server.complete("aeb", **fields).json()["choices"][0]
+        pieces = [one["choices"][0]["logprobs"] for one in chunks(server.complete("aeb", stream=True, **fields))]
+    found = whole["logprobs"]
+    assert (len(whole["text"]) < 63) is skips
+    assert found["text_offset"][:4] == [0, 1, 2, 3]
+    for offset, token in zip(found["text_offset"], found["tokens"], strict=True):
+        assert whole["text"].startswith(token, offset) or (skips and token in ("a", "e", "i", "o", "u", "<eos>"))
+    assert [offset for piece in pieces for offset in piece["text_offset"]] == found["text_offset"]
+
+
+def test_an_echo_shows_so_many_likely_tokens_as_each_field_asks_for():
+    """The engine is asked once for the prompt's, for as many as the larger of both fields says."""
+    value = TokenLogprob(ord("a"), -0.1, ((ord("a"), -0.1), (ord("b"), -2.0), (ord("c"), -3.0)))
+    assert TextLogprobs(ByteTokenizer(), 2).of([(ord("a"), value)])["top_logprobs"] == [{"a": -0.1, "b": -2.0}]
+    [shown] = prompt_logprobs(ByteTokenizer(), [value], 1)
+    assert shown is not None
+    assert list(shown) == [str(ord("a"))]
 
 
 # -- limits

@@ -137,6 +137,19 @@ def test_a_stop_string_and_a_stop_token_end_a_beam(server: FakeServer):
     assert any(answer.endswith(stop) for answer in kept)
 
 
+class Euros(ByteTokenizer):
+    """Every token is the end of a euro sign, a letter, and the beginning of the next euro sign."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"\xaca\xe2\x82" if token_id < 256 else super().token_bytes(token_id)
+
+
+def test_the_text_of_a_beam_ends_at_a_whole_character_and_at_the_stop_string_that_comes_first():
+    with fake_server(tokenizer=Euros(), has_eos=False) as server:
+        assert ask(server, max_tokens=3).json()["text"] == ["hello\ufffda€a€a"] * 2
+        assert ask(server, max_tokens=3, stop=["a€", "\ufffda"]).json()["text"] == ["hello"] * 2
+
+
 def test_an_answer_ends_with_the_context():
     with fake_server(max_seq_len=16, has_eos=False) as server:
         assert [len(text) for text in ask(server, max_tokens=15).json()["text"]] == [16, 16]

@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from kvloom.contract.request import Delta, FinishReason, TokenLogprob
 from kvloom.contract.tokenizer import Tokenizer
+from kvloom.engine.text.detok import text_bytes
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.server.chat.request import ChatAnswer, PreparedChat
 from kvloom.server.dialects.openai.tools import CallDelta, FunctionDelta, call_id
@@ -96,12 +97,18 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: tuple[TokenLogprob, ...] | lis
 class TextLogprobs:
     """`logprobs` of a text choice, built token by token.
 
-    `text_offset` counts whole characters from the text's beginning: all tokens of one character have the same. A
-    token's `top_logprobs` hold itself too.
+    `text_offset` counts whole characters from the text's beginning: all tokens of one character have the same, and a
+    special token that the text leaves out takes none. A token's `top_logprobs` hold itself too.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, num_top: int, skips_special: bool = True, num_prompt: int = 0) -> None:
+        """`num_top`: likeliest tokens that are shown. `num_prompt`: tokens of an echoed prompt, of whose text nothing
+        is left out.
+        """
+        self._num_top = num_top
         self._tokenizer = tokenizer
+        self._bytes_of = text_bytes(tokenizer, skips_special)
+        self._num_prompt = num_prompt  # that are still to come
         self._offset = 0
         self._characters = getincrementaldecoder("utf-8")(errors="replace")
 
@@ -110,7 +117,9 @@ class TextLogprobs:
         offsets = []
         for token_id, _ in values:
             offsets.append(self._offset)
-            self._offset += len(self._characters.decode(self._tokenizer.token_bytes(token_id)))
+            bytes_of = self._tokenizer.token_bytes if self._num_prompt > 0 else self._bytes_of
+            self._num_prompt -= 1
+            self._offset += len(self._characters.decode(bytes_of(token_id)))
         return {
             "text_offset": offsets,
             "tokens": [token_text(self._tokenizer, token_id) for token_id, _ in values],
@@ -121,13 +130,15 @@ class TextLogprobs:
     def _top(self, value: TokenLogprob) -> dict[str, float]:
         """The chosen token, then the likeliest; of several that look alike the first is shown."""
         found: dict[str, float] = {}
-        for token_id, logprob in ((value.token_id, value.logprob), *value.top):
+        for token_id, logprob in ((value.token_id, value.logprob), *value.top[: self._num_top]):
             found.setdefault(token_text(self._tokenizer, token_id), logprob)
         return found
 
 
-def prompt_logprobs(tokenizer: Tokenizer, values: Iterable[TokenLogprob | None]) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs` as vLLM has them: of each position its token and the likeliest ones, by id.
+def prompt_logprobs(
+    tokenizer: Tokenizer, values: Iterable[TokenLogprob | None], num_top: int
+) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` as vLLM has them: of each position its token and the `num_top` likeliest ones, by id.
 
     The rank of a token that is not among the most likely ones is unknown: null.
     """
@@ -141,7 +152,7 @@ def prompt_logprobs(tokenizer: Tokenizer, values: Iterable[TokenLogprob | None])
             found.append(None)
             continue
         entries = {str(value.token_id): entry(value.token_id, value.logprob, None)}
-        entries |= {str(id): entry(id, logprob, rank) for rank, (id, logprob) in enumerate(value.top, 1)}
+        entries |= {str(id): entry(id, logprob, rank) for rank, (id, logprob) in enumerate(value.top[:num_top], 1)}
         found.append(entries)
     return found
 

@@ -199,8 +199,10 @@ class ChatWriter(_CompletionWriter[ChatChunkChoice]):
 
     def rest(self, choice: int) -> dict[str, Any]:
         told: dict[str, Any] = {}
-        if self._body.prompt_logprobs is not None:
-            told["prompt_logprobs"] = prompt_logprobs(self.tokenizer, self.answers[choice].prompt_logprobs or (None,))
+        num_top = self._body.prompt_logprobs
+        if num_top is not None:
+            values = self.answers[choice].prompt_logprobs or (None,)
+            told["prompt_logprobs"] = prompt_logprobs(self.tokenizer, values, num_top)
         if self._body.return_token_ids:
             told["prompt_token_ids"] = self._chat.prompt_ids
         return told
@@ -226,7 +228,7 @@ class TextWriter(_CompletionWriter[TextChunkChoice]):
         is_first = choice not in self._formats
         prompt = self.generation.prompt_of(choice)
         if is_first:
-            self._formats[choice] = TextLogprobs(self.tokenizer)
+            self._formats[choice] = self._format(prompt)
             if body.echo:
                 text = _text_of(self.tokenizer, prompt) + text
                 values = [*zip(prompt, delta.prompt_logprobs or (), strict=False), *values]
@@ -253,7 +255,8 @@ class TextWriter(_CompletionWriter[TextChunkChoice]):
             "stop_reason": answer.stop_reason,
         }
         if body.prompt_logprobs is not None:
-            told["prompt_logprobs"] = prompt_logprobs(self.tokenizer, answer.prompt_logprobs or (None,))
+            values = answer.prompt_logprobs or (None,)
+            told["prompt_logprobs"] = prompt_logprobs(self.tokenizer, values, body.prompt_logprobs)
         if body.return_token_ids:
             told |= {"token_ids": answer.token_ids, "prompt_token_ids": answer.prompt_ids}
         return told
@@ -263,7 +266,14 @@ class TextWriter(_CompletionWriter[TextChunkChoice]):
         if self._body.echo:
             values += zip(answer.prompt_ids, answer.prompt_logprobs or (None,), strict=False)
         values += zip(answer.token_ids, answer.logprobs, strict=True)
-        return TextLogprobs(self.tokenizer).of(values)
+        return self._format(answer.prompt_ids).of(values)
+
+    def _format(self, prompt_ids: tuple[int, ...]) -> TextLogprobs:
+        """Of a choice of this prompt."""
+        num_prompt = len(prompt_ids) if self._body.echo else 0
+        return TextLogprobs(
+            self.tokenizer, self._body.logprobs or 0, self.generation.params.skip_special_tokens, num_prompt
+        )
 
 
 def _text_of(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:
