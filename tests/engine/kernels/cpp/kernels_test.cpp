@@ -296,11 +296,54 @@ static void test_pool() {
         for (int round = 0; round < 50; round++)
             pool.run([&](int thread) {
                 seen[size_t(thread)]++;
-                pool.barrier();
+                pool.barrier(thread);
                 near(std::accumulate(seen.begin(), seen.end(), 0), threads * (round + 1), 0, "barrier", threads, round);
-                pool.barrier();
+                pool.barrier(thread);
             });
     }
+}
+
+static void test_items_are_done_once() {
+    for (int threads : {1, 2, 3, 8})
+        for (int64_t count : {0, 1, 7, 200}) {
+            Pool pool(threads);
+            std::vector<int> times(size_t(count), 0);
+            std::atomic<int64_t> next{0};
+            pool.run([&](int thread) {
+                pool.share(thread, count, [&] { return next++; }, [&](Claim claim) {
+                    if (!claim.wins()) return false;
+                    times[size_t(claim.item())]++;
+                    return true;
+                });
+                near(double(std::count(times.begin(), times.end(), 1)), double(count), 0, "done once", threads, count);
+            });
+        }
+}
+
+// Thread 1 stops in the middle of its item until thread 0 has gone through two phases; its result is not used.
+static void test_a_late_thread_is_not_waited_for() {
+    if (!kHelps) return;
+    Pool pool(2);
+    std::atomic<int64_t> next[2] = {};
+    std::atomic<bool> is_taken{false}, is_over{false};
+    std::vector<int> results[2] = {std::vector<int>(4, 0), std::vector<int>(4, 0)};
+    pool.run([&](int thread) {
+        for (int phase = 0; phase < 2; phase++) {
+            while (thread == 0 && !is_taken) pause_cpu();
+            const auto work = [&](Claim claim) {
+                const int result = 10 * phase + thread + 1;
+                is_taken = true;
+                while (thread == 1 && !is_over) pause_cpu();
+                if (claim.wins()) results[phase][size_t(claim.item())] = result;
+                else return false;
+                return true;
+            };
+            pool.share(thread, 4, [&] { return next[phase]++; }, work);
+        }
+        if (thread == 0) is_over = true;
+    });
+    for (int phase = 0; phase < 2; phase++)
+        for (size_t i = 0; i < 4; i++) near(results[phase][i], 10 * phase + 1, 0, "result of thread 0", phase, int64_t(i));
 }
 
 static void test_every_kernel() {
@@ -334,4 +377,6 @@ static void test_every_kernel() {
     test_draw();
     test_tiny_numbers();
     test_pool();
+    test_items_are_done_once();
+    test_a_late_thread_is_not_waited_for();
 }

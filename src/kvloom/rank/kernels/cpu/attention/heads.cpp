@@ -13,14 +13,14 @@ uint8_t* Step::cache(int layer, int side) const {
     return batch_.kv + (int64_t(layer) * 2 + side) * batch_.num_blocks * shape_.num_kv_heads * tile_bytes_;
 }
 
-// KVL_ROPE_KV. Tokens are divided among the threads. Two neighbouring tokens of a V tile share a pair, which two
+// KVL_ROPE_KV. Tokens are shared out among the threads. Two neighbouring tokens of a V tile share a pair, which two
 // threads may write at the same time: each stores only its own element, which is safe.
 void Step::place_heads(const kvl_instruction& instruction, int thread) {
     const bool is_int8 = shape_.kv_format == KVL_KV_INT8;
     ask_for(thread, (&instruction)[1]);
-    for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++)
-        is_int8 ? place_token<Int8Cache>(instruction, t) : place_token<Bf16Cache>(instruction, t);
-    sync();
+    share_rows(index_of(instruction), batch_.num_tokens, thread, [&](int64_t token) {
+        is_int8 ? place_token<Int8Cache>(instruction, token) : place_token<Bf16Cache>(instruction, token);
+    });
 }
 
 // Normalises and rotates a query or key head of a token in place and stores it; a value head is only stored. `head`
@@ -69,12 +69,15 @@ template void Step::place_head<Int8Cache>(const kvl_instruction&, int64_t, int, 
 // KVL_ATTENTION. Threads take tasks one by one, because the cost of a task depends on the length of its sequence.
 void Step::attend(const kvl_instruction& instruction, int thread) {
     const int64_t count = int64_t(tasks_.size());
-    for (int64_t i; (i = next(instruction)) < count;) {
-        ask_for(i + model_.pool.size(), instruction);
-        attend_task(tasks_[size_t(i)], instruction);
-    }
-    ask_for_a(instruction, thread);
-    sync();
+    const auto next_task = [&] {
+        const int64_t task = next(instruction);
+        if (task >= count) ask_for_a(index_of(instruction) + 1, thread);
+        return task;
+    };
+    model_.pool.share(thread, count, next_task, [&](Claim claim) {
+        ask_for(claim.item() + model_.pool.size(), instruction);
+        return attend_task(tasks_[size_t(claim.item())], instruction, claim);
+    });
 }
 
 // Prefetches the first keys and values of task `index` if its sequence has one token in this step: they come from
@@ -96,7 +99,8 @@ void Step::ask_for(int64_t index, const kvl_instruction& attention) const {
         }
 }
 
-void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruction) {
+// Returns whether the caller wins the claim; else nothing is written.
+bool Step::attend_task(const AttentionTask& task, const kvl_instruction& instruction, Claim& claim) {
     const int dim = shape_.head_dim, rows = task.num_rows, layer = instruction.layer;
     const int64_t tile = task.kv_head * tile_bytes_;
     const PagedHead head{cache(layer, 0) + tile, cache(layer, 1) + tile,
@@ -124,6 +128,7 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
     const auto of_bf16 = in_pairs ? attend_rows<Bf16Pairs, Bf16Tiles> : attend_rows<Bf16Cache, Bf16Tiles>;
     const auto attend = shape_.kv_format == KVL_KV_INT8 ? attend_rows<Int8Cache, Int8Tiles> : of_bf16;
     attend(head, queries, rows, from, until, attends_in_tiles_, partials);
+    if (!claim.wins()) return false;
     const float* sinks = vector(instruction.vector);
     const bool is_fused = does_next(instruction);
     for (int m = 0; m < rows; m++) {
@@ -136,6 +141,7 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
         for (int i = 0; i < dim; i += kLanes) store(to + i, mul(load(head_sums + i), inverse));
         if (is_fused) store_columns((&instruction)[1], token, own * dim, to, dim);
     }
+    return true;
 }
 
 }  // namespace kvl

@@ -52,7 +52,7 @@ void Step::route(const kvl_instruction& instruction, int thread) {
         score_row(mixture, r, x, thread);
         if (!small) choose_row(mixture, r, thread, e.chosen + r * mixture.per_token);
     }
-    sync();
+    sync(thread);
     Choice* chosen = small ? e.own_chosen[size_t(thread)].data() : e.chosen;
     for (int64_t r = 0; small && r < rows; r++) choose_row(mixture, r, thread, chosen + r * mixture.per_token);
     e.groups[size_t(thread)].build(chosen, rows, mixture.per_token, mixture.num_experts);
@@ -99,7 +99,7 @@ void Step::gather(const Linear& linear, const Activations& from, int thread) {
         std::memcpy(to.scale + slot * scales, from.scale + row * scales, size_t(scales) * sizeof(float));
         std::memcpy(to.sum + slot * sums, from.sum + row * sums, size_t(sums) * sizeof(int32_t));
     }
-    sync();
+    sync(thread);
 }
 
 void Step::multiply_up(const kvl_instruction& instruction, int thread) {
@@ -108,11 +108,9 @@ void Step::multiply_up(const kvl_instruction& instruction, int thread) {
     if (batch_.num_tokens < kHandOutTokens) {
         for (int64_t g = 0; g < groups; g++)
             for (int64_t p = any.share(thread); p < any.share(thread + 1); p++) up_panel(instruction, g, p, thread);
-    } else {
-        for (int64_t i; (i = next(instruction)) < groups * any.panels;)
-            up_panel(instruction, i / any.panels, i % any.panels, thread);
+        return sync(thread);
     }
-    sync();
+    share_whole(index_of(instruction), groups * any.panels, thread, [&](int64_t i) { up_panel(instruction, i / any.panels, i % any.panels, thread); });
 }
 
 // Multiplies one panel of gate and up of the expert of `group` by the expert's rows, and stores the results in the
@@ -162,15 +160,15 @@ void Step::multiply_down(const kvl_instruction& instruction, int thread) {
             x = activate(instruction.epilogue, shape_, e.apart.row(s), any.cols, scratch_.row[size_t(thread)]);
         store_activations(to, s, x, any.padded_cols, any.activation_format());
     }
-    if (!small) sync();
+    if (!small) sync(thread);
     if (batch_.num_tokens < kHandOutTokens) {
         for (int64_t g = 0; g < groups.size(); g++)
             for (int64_t p = any.share(thread); p < any.share(thread + 1); p++) down_panel(instruction, g, p, thread);
-    } else {
-        for (int64_t p; (p = next(instruction)) < any.panels;)
-            for (int64_t g = 0; g < groups.size(); g++) down_panel(instruction, g, p, thread);
+        return sync(thread);
     }
-    sync();
+    share_whole(index_of(instruction), any.panels, thread, [&](int64_t p) {
+        for (int64_t g = 0; g < groups.size(); g++) down_panel(instruction, g, p, thread);
+    });
 }
 
 // Multiplies one panel of the down projection of the expert of `group` by the expert's rows, and adds the results,

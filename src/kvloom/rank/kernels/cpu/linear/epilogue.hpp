@@ -25,7 +25,23 @@ struct Epilogue {
     // Applies it to rows [row, row + count), whose sums [count][kPanel] are in memory.
     void apply(int64_t row, int count, float* sums) const {
         if (low_rank.tokens != nullptr) low_rank.add_to(row, count, sums);
-        for (int m = 0; m < count; m++) finish<Sort::kAny>(row + m, load(sums + m * kPanel), load(sums + m * kPanel + kLanes));
+        finish_rows(row, count, sums);
+    }
+
+    // The same in two parts, for rows [0, count): prepare() changes only the sums, and put() changes what other threads
+    // see.
+    void prepare(int count, float* sums) const {
+        Epilogue own = *this;
+        own.to = sums, own.stride = kPanel, own.padding = 0;
+        if (!adds) return own.apply(0, count, sums);
+        if (low_rank.tokens != nullptr) low_rank.add_to(0, count, sums);
+    }
+    void put(int count, const float* sums) const {
+        if (adds) return finish_rows(0, count, sums);
+        const int vectors = is_gate(kind) ? 1 : 2;
+        for (int m = 0; m < count; m++)
+            for (int i = 0; i < vectors + padding; i++)
+                store(to + m * stride + i * kLanes, i < vectors ? load(sums + m * kPanel + i * kLanes) : splat(0));
     }
 
     // Everything but the adapter's contribution, which is already in the sums.
@@ -50,6 +66,10 @@ struct Epilogue {
         }
         store(at, lo);
         store(at + kLanes, hi);
+    }
+
+    void finish_rows(int64_t row, int count, const float* sums) const {
+        for (int m = 0; m < count; m++) finish<Sort::kAny>(row + m, load(sums + m * kPanel), load(sums + m * kPanel + kLanes));
     }
 
     Sort sort() const {

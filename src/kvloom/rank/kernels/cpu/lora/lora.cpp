@@ -137,11 +137,11 @@ bool Step::has_low_rank(int32_t linear) const {
     return std::any_of(step_adapters_.begin(), step_adapters_.end(), [=](const Adapter* adapter) { return changes(adapter, linear); });
 }
 
-// Prefetches the beginning of the A that the thread will multiply after quantising its rows for the next instruction;
-// called before it waits for the other threads.
-void Step::ask_for_a(const kvl_instruction& done, int thread) const {
-    const kvl_instruction* const next = &done + 1;
-    if (step_adapters_.empty() || next == model_.program.data() + model_.program.size()) return;
+// Prefetches the beginning of the A that the thread will multiply after quantising its rows for instruction `index`;
+// called before it waits for the other threads at the end of the instruction before.
+void Step::ask_for_a(int64_t index, int thread) const {
+    if (step_adapters_.empty() || index >= int64_t(model_.program.size())) return;
+    const kvl_instruction* const next = &model_.program[size_t(index)];
     if (next->kind != KVL_NORM_QUANT && next->kind != KVL_QUANT) return;
     const int64_t first = is_small(batch_.num_tokens) ? 0 : deal(batch_.num_tokens, thread);
     const Adapter* const adapter = tokens_[size_t(by_adapter_[size_t(first)])].adapter;

@@ -127,7 +127,9 @@ struct kvl_model {
 
     int64_t hidden_stride() const { return kvl::round_up(shape.hidden, kvl::kPad); }
     int64_t query_width() const { return int64_t(shape.num_heads) * shape.head_dim; }
-    // Counters of a thread, one an instruction: no line of the cache has those of two threads, who each count at every panel.
+    // Index of the counter of the embeddings.
+    int64_t embedding() const { return int64_t(program.size()); }
+    // Counters of a thread, one an instruction and one of the embeddings: no line of the cache has those of two threads, who each count at every panel.
     int64_t counters() const { return kvl::round_up(int64_t(program.size()), 8) + 8; }
     int64_t kv_width() const { return int64_t(shape.num_kv_heads) * shape.head_dim; }
 

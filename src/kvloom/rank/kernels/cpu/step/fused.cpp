@@ -62,8 +62,11 @@ int64_t Step::panels_of_unit(const kvl_instruction& linear) const {
 }
 
 // Multiplies the panels of unit `index` by the rows `span`, at most kTileRows, and runs the next instruction on the
-// results.
-void Step::unit(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread) {
+// results. Returns whether the caller wins the claim; else nothing is written. If the results are added to the residual
+// stream, it must win first.
+bool Step::unit(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, Claim& claim, int thread) {
+    const bool adds = instruction.epilogue == KVL_RESIDUAL;
+    if (adds && !claim.wins()) return false;
     const int64_t panels = panels_of_unit(instruction), each = is_gate(instruction.epilogue) ? kLanes : kPanel;
     const int64_t width = panels * each, first = index * panels;
     float* const floats = scratch_.unit[size_t(thread)] - span.begin * width;  // those of row r are at r * width
@@ -71,7 +74,9 @@ void Step::unit(const kvl_instruction& instruction, int64_t index, const Activat
         const Span few{p, std::min(p + kPanelsTogether, first + panels)};
         multiply_few(instruction, few, x, span, Rows{floats + (p - first) * each, width});
     }
+    if (!adds && !claim.wins()) return false;
     for (int64_t r = span.begin; r < span.end; r++) follow((&instruction)[1], r, index, floats + r * width, thread);
+    return true;
 }
 
 // Multiplies panels [few.begin, few.end), at most kPanelsTogether, by `rows`. floats: destination of the results, from

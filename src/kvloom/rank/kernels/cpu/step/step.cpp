@@ -76,8 +76,7 @@ void Step::plan_attention() {
 }
 
 void Step::begin(int thread) {
-    embed_tokens(thread);
-    sync();
+    share_rows(model_.embedding(), batch_.num_tokens, thread, [this](int64_t token) { embed(token); });
 }
 
 void Step::work(Span instructions, int thread) {
@@ -104,17 +103,16 @@ void Step::execute(const kvl_instruction& instruction, int thread) {
     }
 }
 
-void Step::embed_tokens(int thread) {
+void Step::embed(int64_t token) {
     const int64_t hidden = shape_.hidden;
-    for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++) {
-        if (model_.embed == nullptr) {
-            read_row(model_.linears[size_t(model_.embed_linear)], batch_.ids[t], scratch_.residual.row(t));
-        } else {
-            const uint16_t* from = model_.embed + int64_t(batch_.ids[t]) * hidden;
-            for (int64_t k = 0; k < hidden; k++) scratch_.residual.row(t)[k] = bf16_to_float(from[k]);
-        }
-        for (int64_t k = 0; k < hidden; k++) scratch_.residual.row(t)[k] *= shape_.embed_scale;
+    float* const to = scratch_.residual.row(token);
+    if (model_.embed == nullptr) {
+        read_row(model_.linears[size_t(model_.embed_linear)], batch_.ids[token], to);
+    } else {
+        const uint16_t* from = model_.embed + int64_t(batch_.ids[token]) * hidden;
+        for (int64_t k = 0; k < hidden; k++) to[k] = bf16_to_float(from[k]);
     }
+    for (int64_t k = 0; k < hidden; k++) to[k] *= shape_.embed_scale;
 }
 
 // KVL_ADD_POSITIONS. Needs no barrier: KVL_LAYER_NORM, which follows it, gives each thread the same tokens.
@@ -134,7 +132,7 @@ void Step::norm_layer(const kvl_instruction& instruction, int thread) {
         layer_norm(row, vector(instruction.vector), vector(instruction.vector2), model_.hidden_stride(), shape_.hidden,
                    shape_.norm_eps, row);
     }
-    sync();
+    sync(thread);
 }
 
 // KVL_NORM_QUANT, KVL_QUANT, KVL_ROWS_NORM_QUANT: computes the activations of the next linear. Ends with a barrier,
@@ -145,16 +143,17 @@ void Step::quantize(const kvl_instruction& instruction, int thread) {
     const int64_t rows = asked_only ? batch_.num_rows : batch_.num_tokens;
     const bool small = is_small(rows);
     const Activations& to = activations(instruction, rows, thread);
-    const int64_t begin = small ? 0 : deal(rows, thread), end = small ? rows : deal(rows, thread + 1);
     const bool has_h = !asked_only && !is_fused_ && has_low_rank(instruction.linear);
-    for (int64_t i = begin; i < end; i++) {
-        const int64_t r = has_h ? by_adapter_[size_t(i)] : i;
-        const float* const from = float_row(instruction, r, scratch_.row[size_t(thread)]);
-        store_activations(to, r, from, linear.padded_cols, linear.activation_format());
-    }
+    const auto quantize_row = [&](int64_t row) {
+        const float* const from = float_row(instruction, row, scratch_.row[size_t(thread)]);
+        store_activations(to, row, from, linear.padded_cols, linear.activation_format());
+    };
+    if (!small && !has_h) return share_rows(index_of(instruction), rows, thread, quantize_row);
+    const int64_t begin = small ? 0 : deal(rows, thread), end = small ? rows : deal(rows, thread + 1);
+    for (int64_t i = begin; i < end; i++) quantize_row(has_h ? by_adapter_[size_t(i)] : i);
     if (has_h) prefetch_b(instruction.linear, linear.share(thread));
     if (has_h) shrink_tokens(instruction.linear, {begin, end}, to, thread);
-    if (!small) sync();
+    if (!small) sync(thread);
 }
 
 // The floats of a row to quantise: returns a pointer to them if they are in memory, else computes them into `room`.
@@ -178,7 +177,7 @@ void Step::add_normed(const kvl_instruction& instruction, int thread) {
         rms_norm(scratch_.branch.row(r), vector(instruction.vector), count, shape_.hidden, shape_.norm_eps, normed);
         for (int64_t k = 0; k < count; k += kLanes) store(to + k, fma(load(normed + k), scale, load(to + k)));
     }
-    sync();
+    sync(thread);
 }
 
 // KVL_STATES: stores the rows, normalised if the instruction has a vector, of tokens whose states are requested. Needs
@@ -197,8 +196,8 @@ void Step::keep_states(const kvl_instruction& instruction, int thread) {
     }
 }
 
-// KVL_LINEAR. With few rows each thread multiplies its own panels in order. With more, threads take panels, or units of
-// panels if the next instruction is fused, one by one, each for a strip of rows.
+// KVL_LINEAR. With few rows each thread multiplies its own panels in order. With more, threads take a few panels at a
+// time, or units of panels if the next instruction is fused, each for a strip of rows.
 void Step::multiply(const kvl_instruction& instruction, int thread) {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     const int64_t rows = instruction.epilogue == KVL_LOGITS ? batch_.num_rows : batch_.num_tokens;
@@ -206,26 +205,60 @@ void Step::multiply(const kvl_instruction& instruction, int thread) {
     const bool has_h = instruction.epilogue != KVL_LOGITS && has_low_rank(instruction.linear);
     if (has_h && is_fused_) {  // not computed while quantising, where a thread may have only parts of a row
         shrink_tokens(instruction.linear, {deal(rows, thread), deal(rows, thread + 1)}, x, thread);
-        sync();
+        sync(thread);
     }
     if (rows < kHandOutTokens) {
         for (int64_t p = linear.share(thread); p < linear.share(thread + 1); p++) panel(instruction, p, x, {0, rows}, thread);
+        ask_for_a(index_of(instruction) + 1, thread);
+        sync(thread);
     } else {
         const bool is_fused = does_next(instruction);
-        const int64_t apart = rows < kFusedTokens ? kPanelsTaken : 1, together = is_fused ? panels_of_unit(instruction) : apart;
+        const int64_t together = is_fused ? panels_of_unit(instruction) : rows < kFusedTokens ? kPanelsTaken : 1;
         const int64_t units = (linear.panels + together - 1) / together;
-        const Passes passes = strips_of(instruction, rows);
-        const int64_t count = units * passes.count;
-        for (int64_t i; (i = next(instruction, count, thread)) < count;) {
-            const Span span{passes.begin(i / units), passes.begin(i / units + 1)};
-            const int64_t first = i % units * together, end = std::min(first + together, linear.panels);
-            if (is_fused) unit(instruction, i % units, x, span, thread);
-            for (int64_t p = first; !is_fused && p < end; p++) panel(instruction, p, x, span, thread);
-        }
+        const Passes strips = strips_of(instruction, rows);
+        share(index_of(instruction), units * strips.count, thread, [&](Claim claim) {
+            const int64_t index = claim.item() % units, strip = claim.item() / units;
+            const Span span{strips.begin(strip), strips.begin(strip + 1)};
+            if (is_fused) return unit(instruction, index, x, span, claim, thread);
+            return panels(instruction, {index * together, std::min((index + 1) * together, linear.panels)}, x, span, claim, thread);
+        });
     }
-    ask_for_a(instruction, thread);
-    sync();
-    if (instruction.epilogue == KVL_LOGITS) choose_tokens(thread);
+    if (instruction.epilogue == KVL_LOGITS) choose_tokens();
+}
+
+// Multiplies panels [few.begin, few.end) by the rows `span`: at most kTileRows rows, or kPanelsTaken panels by less than
+// kFusedTokens. Returns whether the caller wins the claim; else nothing is written. On the tile unit, which multiplies
+// while epilogues run, it must win first.
+bool Step::panels(const kvl_instruction& instruction, Span few, const Activations& x, Span span, Claim& claim, int thread) {
+    static_assert(kPanelsTaken * (kFusedTokens - 1) <= kTileRows);
+    const Linear& linear = model_.linears[size_t(instruction.linear)];
+    const bool is_head = instruction.epilogue == KVL_LOGITS;
+    const int64_t rows = span.end - span.begin;
+    if (Way(linear.activation_format(), rows, model_.unit).is_in_tiles) {
+        if (!claim.wins()) return false;
+        for (int64_t p = few.begin; p < few.end; p++) panel(instruction, p, x, span, thread);
+        return true;
+    }
+    alignas(64) float sums[kTileRows * kPanel];
+    const auto sums_of = [&](int64_t panel) { return sums + (panel - few.begin) * rows * kPanel; };
+    const auto epilogue = [&](int64_t panel) { return epilogue_of(instruction, panel, thread).from(span.begin); };
+    for (int64_t p = few.begin; p < few.end; p++) {
+        const Way way(linear.format(p), rows, model_.unit);
+        const Epilogue end = epilogue(p);
+        for (int64_t r = 0; !is_head && r < rows; r++) end.ask(r);
+        for (int64_t i = 0; i < way.passes.count; i++) {
+            const int64_t begin = way.passes.begin(i), count = way.passes.begin(i + 1) - begin;
+            way.multiply({x, span.begin + begin, linear.padded_cols, linear.panel(p), sums_of(p) + begin * kPanel, nullptr,
+                          way.ahead(i, linear.padded_cols), way.is_passing()}, int(count));
+        }
+        if (!is_head) end.prepare(int(rows), sums_of(p));
+    }
+    if (!claim.wins()) return false;
+    for (int64_t p = few.begin; p < few.end; p++) {
+        if (!is_head) epilogue(p).put(int(rows), sums_of(p));
+        for (int64_t r = 0; is_head && r < rows; r++) keep_logits(span.begin + r, p * kPanel, sums_of(p) + r * kPanel, thread);
+    }
+    return true;
 }
 
 // Multiplies one panel by the rows `span`, and applies the epilogue while the sums are in the first-level cache.
@@ -287,16 +320,12 @@ void Step::keep_logits(int64_t row, int64_t channel, const float* logits, int th
 }
 
 // Runs after the head: merges the candidates of each row and, if the batch has choices, chooses its next token. Threads
-// take rows whose tokens are drawn from all logits one by one, because these take longest.
-void Step::choose_tokens(int thread) {
-    for (int64_t r = deal(batch_.num_rows, thread); r < deal(batch_.num_rows, thread + 1); r++) {
-        if (batch_.tops[r] == 0) continue;
-        candidates_.merge(r, batch_.top_values + r * batch_.max_top, batch_.top_ids + r * batch_.max_top);
+// take rows one by one, because those whose tokens are drawn from all logits take longest.
+void Step::choose_tokens() {
+    for (int64_t r; (r = next_row_.fetch_add(1, std::memory_order_relaxed)) < batch_.num_rows;) {
+        if (batch_.tops[r] > 0) candidates_.merge(r, batch_.top_values + r * batch_.max_top, batch_.top_ids + r * batch_.max_top);
         if (batch_.choices) batch_.tokens[r] = choose_token(r);
     }
-    if (batch_.choices == nullptr) return;
-    for (int64_t r; (r = next_row_.fetch_add(1, std::memory_order_relaxed)) < batch_.num_rows;)
-        if (batch_.tops[r] == 0) batch_.tokens[r] = choose_token(r);
 }
 
 int32_t Step::choose_token(int64_t row) const {
@@ -322,7 +351,7 @@ void run_step(kvl_model& model, const kvl_batch& batch) {
         all.work({0, split}, thread);
         if (!rest) return;
         if (thread == 0) asked.gather(model.scratch);
-        model.pool.barrier();
+        model.pool.barrier(thread);
         rest->work({split, end}, thread);
     });
 }

@@ -17,6 +17,7 @@ constexpr int kOwnTokens = 2;
 constexpr int kHandOutTokens = 8;
 // Panels that a thread takes at once in a step that is not fused: counting them waits for all of its loads.
 constexpr int kPanelsTaken = 3;
+constexpr int kRowItems = 4;  // items for each thread into which work on rows is divided
 constexpr int kPanelsTogether = 16;  // panels multiplied in one call, so that the tile unit does not pause between them
 // Blocks of a context that are prefetched before attention reads them: 128 KB of bf16 keys and values of 64 dims.
 constexpr int kAskedBlocks = 32;
@@ -49,7 +50,7 @@ class Step {
     void plan_attention();
     void find_adapters();
     void execute(const kvl_instruction& instruction, int thread);
-    void embed_tokens(int thread);
+    void embed(int64_t token);
     void quantize(const kvl_instruction& instruction, int thread);
     void add_normed(const kvl_instruction& instruction, int thread);
     void add_positions(const kvl_instruction& instruction, int thread);
@@ -57,6 +58,7 @@ class Step {
     void keep_states(const kvl_instruction& instruction, int thread);
     void multiply(const kvl_instruction& instruction, int thread);
     void panel(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread);
+    bool panels(const kvl_instruction& instruction, Span few, const Activations& x, Span span, Claim& claim, int thread);
     bool does_next(const kvl_instruction& instruction) const;
     bool is_done(const kvl_instruction& instruction) const;
     // The activations that an instruction writes (if it quantises) or reads (if it is a linear).
@@ -68,7 +70,7 @@ class Step {
     Passes strips_of(const kvl_instruction& linear, int64_t rows) const;
     bool has_strips(const kvl_instruction& linear, int64_t floats) const;
     int64_t panels_of_unit(const kvl_instruction& linear) const;
-    void unit(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread);
+    bool unit(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, Claim& claim, int thread);
     void multiply_few(const kvl_instruction& instruction, Span few, const Activations& x, Span rows, Rows floats);
     void follow(const kvl_instruction& next, int64_t row, int64_t index, float* x, int thread);
     void store_columns(const kvl_instruction& quant, int64_t row, int64_t first, const float* x, int64_t count) const;
@@ -78,7 +80,7 @@ class Step {
     void prefetch_b(int32_t linear, int64_t panel) const {
         for (const Adapter* adapter : step_adapters_) adapter->linears[size_t(linear)].prefetch_b(panel);
     }
-    void ask_for_a(const kvl_instruction& done, int thread) const;
+    void ask_for_a(int64_t index, int thread) const;
     void shrink_tokens(int32_t linear, Span span, const Activations& x, int thread);
     Epilogue epilogue_of(const kvl_instruction& linear, int64_t panel, int thread) const;
     const float* bias_of(const kvl_instruction& linear, int64_t panel) const {
@@ -86,7 +88,7 @@ class Step {
         return bias ? bias + panel * kPanel : nullptr;
     }
     void keep_logits(int64_t row, int64_t channel, const float* logits, int thread);
-    void choose_tokens(int thread);
+    void choose_tokens();
     int32_t choose_token(int64_t row) const;
     void place_heads(const kvl_instruction& instruction, int thread);
     template <class Cache>
@@ -104,25 +106,56 @@ class Step {
     void down_panel(const kvl_instruction& instruction, int64_t group, int64_t index, int thread);
     void attend(const kvl_instruction& instruction, int thread);
     void ask_for(int64_t index, const kvl_instruction& attention) const;
-    void attend_task(const AttentionTask& task, const kvl_instruction& instruction);
+    bool attend_task(const AttentionTask& task, const kvl_instruction& instruction, Claim& claim);
 
     // First of the items [0, count) that belong to `thread` when they are divided evenly among the threads.
     int64_t deal(int64_t count, int thread) const { return count * thread / model_.pool.size(); }
+    int64_t index_of(const kvl_instruction& instruction) const { return &instruction - model_.program.data(); }
     // Takes the next item of an instruction's work for the calling thread; counts beyond the last item.
-    int64_t next(const kvl_instruction& instruction) { return counter(instruction, 0).fetch_add(1, std::memory_order_relaxed); }
-    // Takes the next of `count` items for `thread`: first those of its own share, whose rows and weights it has used
-    // before, then items of other threads' shares that are not taken yet. Returns `count` when none is left.
-    int64_t next(const kvl_instruction& instruction, int64_t count, int thread) {
+    int64_t next(const kvl_instruction& instruction) { return counter(index_of(instruction), 0).fetch_add(1, std::memory_order_relaxed); }
+    // Takes the next of `count` items of work `index` for `thread`: first those of its own share, whose rows and weights
+    // it has used before, then items of other threads' shares that are not taken yet. Returns `count` when none is left.
+    int64_t next(int64_t index, int64_t count, int thread) {
         for (int i = 0, of = thread; i < model_.pool.size(); i++, of = (of + 1) % model_.pool.size()) {
-            const int64_t item = deal(count, of) + counter(instruction, of).fetch_add(1, std::memory_order_relaxed);
+            const int64_t item = deal(count, of) + counter(index, of).fetch_add(1, std::memory_order_relaxed);
             if (item < deal(count, of + 1)) return item;
         }
         return count;
     }
-    std::atomic<int64_t>& counter(const kvl_instruction& instruction, int thread) {
-        return model_.next[size_t(thread * model_.counters() + (&instruction - model_.program.data()))];
+    // index: of an instruction in the program, or kvl_model::embedding()
+    std::atomic<int64_t>& counter(int64_t index, int thread) { return model_.next[size_t(thread * model_.counters() + index)]; }
+    // Does `count` items of work `index` on all threads (Pool::share).
+    template <class Work>
+    void share(int64_t index, int64_t count, int thread, const Work& work) {
+        const auto next_item = [&] {
+            const int64_t item = next(index, count, thread);
+            if (item == count) ask_for_a(index + 1, thread);
+            return item;
+        };
+        model_.pool.share(thread, count, next_item, work);
     }
-    void sync() { model_.pool.barrier(); }
+    // The same for items that nobody helps with.
+    template <class Work>
+    void share_whole(int64_t index, int64_t count, int thread, const Work& work) {
+        share(index, count, thread, [&](Claim claim) {
+            if (!claim.wins()) return false;
+            work(claim.item());
+            return true;
+        });
+    }
+    // Does the rows of work `index`, a few of them at a time. They take so little time that nobody helps with them.
+    template <class Work>
+    void share_rows(int64_t index, int64_t rows, int thread, const Work& work) {
+        if (rows < kHandOutTokens) {
+            for (int64_t r = deal(rows, thread); r < deal(rows, thread + 1); r++) work(r);
+            return sync(thread);
+        }
+        const int64_t each = std::max<int64_t>(1, rows / (kRowItems * model_.pool.size()));
+        share_whole(index, (rows + each - 1) / each, thread, [&](int64_t item) {
+            for (int64_t r = item * each; r < std::min(rows, (item + 1) * each); r++) work(r);
+        });
+    }
+    void sync(int thread) { model_.pool.barrier(thread); }
     bool is_small(int64_t rows) const { return rows <= kOwnTokens; }
     const Rows& source_of(const kvl_instruction& quant) const {
         if (quant.source == KVL_FROM_RESIDUAL) return scratch_.residual;
@@ -149,7 +182,7 @@ class Step {
     std::vector<AttentionTask> tasks_;
     std::vector<int64_t> logits_index_;  // [num_rows] index in batch.logits of a row that returns all logits, else -1
     Candidates candidates_;       // of the other rows
-    std::atomic<int64_t> next_row_{0};  // next row to look at for tokens that are drawn from all logits
+    std::atomic<int64_t> next_row_{0};  // the next of batch_.num_rows rows whose token is to be chosen
     std::vector<LoraToken> tokens_;              // [num_tokens]; empty if the step has no adapter
     std::vector<const Adapter*> step_adapters_;  // the step's adapters, without duplicates
     // [num_tokens] indices of tokens: each thread's share is contiguous and sorted by adapter. Empty if tokens_ is.
