@@ -79,16 +79,18 @@ def test_what_does_not_fit_any_more_is_left_out(saved):
 @pytest.mark.parametrize("num_read", [0, 1, 5, len(HASHES)])
 def test_what_was_not_read_yet_when_the_agent_ends_again_is_kept(saved, monkeypatch, num_read):
     may_end, restore = threading.Event(), Snapshots.restore
+    readers: list[Snapshots] = []
     publish, count = snapshot._publish, itertools.count(1)
 
     def published(*block: Any) -> bool:
         done = publish(*block)
         if next(count) == num_read:
             may_end.set()
-            until(lambda: kept._is_closing)
+            until(lambda: readers[0]._is_closing)
         return done
 
     def restored(self: Snapshots, node: Node) -> int:
+        readers.append(self)
         if num_read == 0:
             may_end.set()
             until(lambda: self._is_closing)
@@ -97,8 +99,7 @@ def test_what_was_not_read_yet_when_the_agent_ends_again_is_kept(saved, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(snapshot, "_publish", published)
         patched.setattr(Snapshots, "restore", restored)
-        with running_agent(snapshot_dir=saved) as agent:
-            kept = agent._snapshots
+        with running_agent(snapshot_dir=saved):
             assert may_end.wait(WAIT_S)
     assert blocks_after(saved) == len(HASHES)
 
