@@ -217,6 +217,23 @@ def by_channel(weights: MemoryWeights, left: tuple[str, ...] = ()) -> MemoryWeig
     return MemoryWeights(weights.values, blocks)
 
 
+MIXED_FILE = "a file of many kinds"
+
+
+def model_in(name: str, weight_format: str) -> tuple[DecoderSpec, MemoryWeights, str]:
+    """A model of SPECS, or MIXED_FILE, with its weights, and the backend's `weight_format` for them. "by channel": the
+    folder of `by_channel`, as stored.
+    """
+    if name == MIXED_FILE:
+        return MIXED, mixed_weights(), weight_format
+    weights = random_weights(SPECS[name])
+    if weight_format == "w4a8":
+        weights = four_bit(weights, "q4_1")
+    if weight_format == "by channel":
+        return SPECS[name], by_channel(weights), "stored"
+    return SPECS[name], weights, weight_format
+
+
 def int32(values: list[int]) -> Ints:
     return np.array(values, np.int32)
 

@@ -8,10 +8,9 @@ import torch
 
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 
-from .models import MIXED, SPECS, all_logits, by_channel, four_bit, mixed_weights, ragged, random_weights
+from .models import MIXED_FILE, SPECS, all_logits, model_in, ragged
 
 FEW = 60  # rows of a step that runs one instruction after the other
-MIXED_FILE = "a file of many kinds"
 CASES = [(name, "w8a8", "bf16") for name in SPECS] + [
     ("smollm2 heads", "bf16", "bf16"),
     ("qwen3", "bf16", "int8"),
@@ -25,12 +24,7 @@ CASES = [(name, "w8a8", "bf16") for name in SPECS] + [
 
 @functools.cache
 def backend_of(name: str, weight_format: str, kv_dtype: str, threads: int = 2) -> CpuBackend:
-    spec = MIXED if name == MIXED_FILE else SPECS[name]
-    weights = mixed_weights() if spec is MIXED else random_weights(spec)
-    if weight_format == "w4a8":
-        weights = four_bit(weights, "q4_1")
-    if weight_format == "by channel":  # scales of whole rows: what reads a row needs all of it
-        weights, weight_format = by_channel(weights), "stored"
+    spec, weights, weight_format = model_in(name, weight_format)
     return CpuBackend(spec, weights, 64, CpuOptions(weight_format, kv_dtype, threads))
 
 

@@ -18,13 +18,12 @@ from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from tests.support.compiling import compiled
 from tests.support.models.adapters import make_adapter
 
-from .models import MIXED, SPECS, by_channel, four_bit, int32, mixed_weights, ragged, random_weights
+from .models import MIXED_FILE, SPECS, int32, model_in, ragged
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 SOURCE = Path(__file__).with_name("cpp") / "late.cpp"
 STEPS = 25  # each of them with several late threads
-MIXED_FILE = "a file of many kinds"
 CASES = [(name, "w8a8", "bf16") for name in SPECS] + [
     ("smollm2 heads", "bf16", "int8"),
     ("smollm2 heads", "by channel", "bf16"),
@@ -56,12 +55,7 @@ def threads_of_process() -> set[int]:
 
 def backend_of(name: str, weight_format: str, kv_dtype: str, num_threads: int) -> tuple[CpuBackend, list[int]]:
     """A backend and its threads."""
-    spec = MIXED if name == MIXED_FILE else SPECS[name]
-    weights = mixed_weights() if spec is MIXED else random_weights(spec)
-    if weight_format == "w4a8":
-        weights = four_bit(weights, "q4_1")
-    if weight_format == "by channel":
-        weights, weight_format = by_channel(weights), "stored"
+    spec, weights, weight_format = model_in(name, weight_format)
     before = threads_of_process()
     backend = CpuBackend(spec, weights, 64, CpuOptions(weight_format, kv_dtype, num_threads))
     return backend, [*(threads_of_process() - before), threading.get_native_id()]

@@ -110,7 +110,9 @@ void Step::multiply_up(const kvl_instruction& instruction, int thread) {
             for (int64_t p = any.share(thread); p < any.share(thread + 1); p++) up_panel(instruction, g, p, thread);
         return sync(thread);
     }
-    share_whole(index_of(instruction), groups * any.panels, thread, [&](int64_t i) { up_panel(instruction, i / any.panels, i % any.panels, thread); });
+    share_whole(index_of(instruction), groups * any.panels, thread, [&](int64_t i) {
+        up_panel(instruction, i / any.panels, i % any.panels, thread);
+    });
 }
 
 // Multiplies one panel of gate and up of the expert of `group` by the expert's rows, and stores the results in the

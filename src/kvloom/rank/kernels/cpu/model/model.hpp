@@ -129,7 +129,8 @@ struct kvl_model {
     int64_t query_width() const { return int64_t(shape.num_heads) * shape.head_dim; }
     // Index of the counter of the embeddings.
     int64_t embedding() const { return int64_t(program.size()); }
-    // Counters of a thread, one an instruction and one of the embeddings: no line of the cache has those of two threads, who each count at every panel.
+    // Counters of a thread, one an instruction and one of the embeddings: no line of the cache has those of two threads,
+    // who each count at every panel.
     int64_t counters() const { return kvl::round_up(int64_t(program.size()), 8) + 8; }
     int64_t kv_width() const { return int64_t(shape.num_kv_heads) * shape.head_dim; }
 
