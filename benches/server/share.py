@@ -1,12 +1,13 @@
 """The kernels' share of a server's time: the time that they alone need for a load, over the time of the load.
 
-`python -m benches.server.share` serves the demo model and loads its kernels in this process as well; in each round it
-measures the memory's rate, the kernels' prefill and decode, and the load over HTTP with 1, 8 and 32 streams of 128 +
-128 tokens, two answers a stream. One JSON line a number of streams, medians of the rounds:
+`python -m benches.server.share` serves the demo model and loads its kernels in this process as well; it computes the
+steps of a load with nothing but kernels, then sends the load over HTTP, and so on in turns, with 1, 8 and 32 streams of
+128 + 128 tokens, two answers a stream. One JSON line a number of streams, medians of the rounds:
 
   tok_s           of answers, over HTTP
   kernels_tok_s   the same, if nothing but kernels ran: prompts in steps of 512 rows, then decode steps of all streams
-  share           of the two, in the same round
+                  with contexts that grow by a token a step
+  share           of the two; the kernels' time is the mean of before and after the load, as the machine's speed drifts
   decode_tok_s    between the first and the last token of the streams
   memory_share    decode_tok_s over the rate at which the memory could deliver the weights
 """
@@ -16,12 +17,12 @@ import json
 import math
 import statistics
 import sys
+import time
 
 import numpy as np
 import uvloop
 
 from kvloom.bench.client import Target
-from kvloom.bench.kernels import decode_step, seconds
 from kvloom.bench.load import Load, new_seed, run, warm_up
 from kvloom.bench.process import ServerProcess
 from kvloom.checkpoints import footprint
@@ -57,36 +58,49 @@ def filling(backend: CpuBackend) -> Load:
     return Load(4, math.ceil(CACHE_BYTES / token_bytes / FILLING), FILLING, ANSWER)
 
 
-def prefill_s(backend: CpuBackend, count: int) -> float:
-    """The time of `count` prompts, with as many in a step as fit, in seconds."""
-    random, total = np.random.default_rng(0), 0.0
-    for first in range(0, count, STEP_ROWS // LENGTH):
-        prompts = min(STEP_ROWS // LENGTH, count - first)
-        ids = random.integers(0, backend.spec.vocab_size, prompts * LENGTH, np.int32)
-        starts = np.arange(prompts + 1, dtype=np.int32) * LENGTH
-        table = np.arange(prompts * LENGTH // BLOCK, dtype=np.int32).reshape(prompts, -1)
-        ragged = Ragged(ids, np.tile(np.arange(LENGTH, dtype=np.int32), prompts), starts, table)
-        total += seconds(
-            lambda given=ragged: backend.step(given, given.qstart[1:] - 1, [0] * (len(given.qstart) - 1)), 1
-        )
-    return total
+def kernels_s(backend: CpuBackend, load: Load) -> float:
+    """The time that the kernels need for the load's steps, in seconds: all prompts, then every step of the answers."""
+    start, random = time.perf_counter(), np.random.default_rng(0)
+    for first in range(0, load.num_prompts, STEP_ROWS // LENGTH):
+        _step(backend, random, min(STEP_ROWS // LENGTH, load.num_prompts - first), 0, LENGTH)
+    for _ in range(load.num_prompts // load.concurrency):
+        for context in range(LENGTH, 2 * LENGTH - 1):
+            _step(backend, random, load.concurrency, context, 1)
+    return time.perf_counter() - start
 
 
-def one_round(backend: CpuBackend, target: Target, streams: int) -> dict[str, float]:
-    load = Load(streams, 2 * streams, LENGTH, LENGTH)
-    decode_s = seconds(decode_step(backend, streams), 8)
-    kernels_s = prefill_s(backend, load.num_prompts) + 2 * (LENGTH - 1) * decode_s
-    limit = backend.probe_bandwidth() / backend.streamed_bytes * streams
+def _step(backend: CpuBackend, random: np.random.Generator, sequences: int, context: int, length: int) -> None:
+    """A step of `length` tokens a sequence, which follow `context` tokens in the cache, and the likeliest next ones."""
+    ids = random.integers(0, backend.spec.vocab_size, sequences * length, np.int32)
+    positions = np.tile(np.arange(context, context + length, dtype=np.int32), sequences)
+    starts = np.arange(sequences + 1, dtype=np.int32) * length
+    table = np.arange(sequences * (2 * LENGTH // BLOCK), dtype=np.int32).reshape(sequences, -1)
+    backend.step(Ragged(ids, positions, starts, table), starts[1:] - 1, [1] * sequences)
+
+
+def over_http(backend: CpuBackend, target: Target, load: Load) -> dict[str, float]:
+    limit = backend.probe_bandwidth() / backend.streamed_bytes * load.concurrency
     answers, wall_s = uvloop.run(run(target, load, new_seed()))
-    decode_tok_s = streams / statistics.median(answer.tpot_s for answer in answers)
+    decode_tok_s = load.concurrency / statistics.median(answer.tpot_s for answer in answers)
     num_tokens = sum(answer.num_tokens for answer in answers)
     return {
+        "wall_s": wall_s,
         "tok_s": num_tokens / wall_s,
-        "kernels_tok_s": num_tokens / kernels_s,
-        "share": kernels_s / wall_s,
         "decode_tok_s": decode_tok_s,
         "memory_share": decode_tok_s / limit,
     }
+
+
+def shared(backend: CpuBackend, target: Target, load: Load, rounds: int) -> list[dict[str, float]]:
+    """The figures of each round; the kernels run before, between and after the loads."""
+    found, before_s = [], kernels_s(backend, load)
+    for _ in range(rounds):
+        served = over_http(backend, target, load)
+        after_s = kernels_s(backend, load)
+        alone_s, before_s = (before_s + after_s) / 2, after_s
+        share = alone_s / served.pop("wall_s")
+        found.append({"kernels_tok_s": served["tok_s"] / share, "share": share, **served})
+    return found
 
 
 def main() -> None:
@@ -98,22 +112,18 @@ def main() -> None:
     options = parser.parse_args()
     backend = open_backend(options.model, options.weight_format)
     flags = ["--port", str(PORT), "--served-model-name", "m", "--weight-format", options.weight_format]
-    found: dict[int, list[dict[str, float]]] = {streams: [] for streams in options.streams}
+    loads = {streams: Load(streams, 2 * streams, LENGTH, LENGTH) for streams in options.streams}
     with ServerProcess([sys.executable, "-m", "kvloom.cli", "serve", options.model, *flags]) as server:
         target = Target(f"http://127.0.0.1:{PORT}", "m")
         server.first_answer_s(target, 300, [1000] * 16)
         for load in (filling(backend), warm_up(Load(max(options.streams), 1, LENGTH, LENGTH))):
             uvloop.run(run(target, load, new_seed()))
-        for streams in options.streams:  # the first use of a page of this process's cache, too
-            prefill_s(backend, 2 * streams)
-            seconds(decode_step(backend, streams), 1)
-        for _ in range(options.rounds):
-            for streams, rounds in found.items():
-                rounds.append(one_round(backend, target, streams))
-    for streams, rounds in found.items():
-        values = {name: round(statistics.median(each[name] for each in rounds), 3) for name in rounds[0]}
-        setting = {"bench": "share", "weight_format": options.weight_format, "isa": backend.isa, "streams": streams}
-        print(json.dumps({**setting, **values, "rounds": options.rounds}), flush=True)
+        for streams, load in loads.items():
+            kernels_s(backend, load)  # the first use of a page of this process's cache, too
+            rounds = shared(backend, target, load, options.rounds)
+            values = {name: round(statistics.median(each[name] for each in rounds), 3) for name in rounds[0]}
+            setting = {"bench": "share", "weight_format": options.weight_format, "isa": backend.isa, "streams": streams}
+            print(json.dumps({**setting, **values, "rounds": options.rounds}), flush=True)
 
 
 if __name__ == "__main__":
