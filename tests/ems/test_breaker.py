@@ -58,3 +58,32 @@ def test_the_breaker_opens_tries_once_and_closes():
     breaker.succeed()
     assert breaker.allows(1.8)
     assert not breaker.is_open(1.8)
+
+
+def test_calls_that_are_given_up_early_count_together():
+    breaker = Breaker(patience_s=0.2)
+    for _ in range(3):
+        breaker.give_up(0.05, 1.0)
+    assert breaker.failures == 0
+    breaker.give_up(0.01, 1.0, is_answered=True)
+    assert breaker.waited_s == 0.0, "the peer is there"
+    for _ in range(5):
+        breaker.give_up(0.05, 1.0)
+    assert breaker.failures == 2
+    assert not breaker.allows(1.0)
+
+
+def test_a_call_that_had_its_time_counts_whatever_came():
+    breaker = Breaker(patience_s=0.2)
+    for _ in range(2):
+        breaker.give_up(0.25, 1.0, is_answered=True)
+    assert breaker.failures == 2
+
+
+def test_the_one_call_after_a_pause_decides_however_short_it_was():
+    breaker = Breaker()
+    breaker.fail(0.0)
+    breaker.fail(0.0)
+    assert breaker.allows(1.0)
+    breaker.give_up(0.01, 1.0)
+    assert breaker.pause_s(1.0) == 1.0

@@ -3,42 +3,37 @@
 import contextlib
 import importlib
 import os
-import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
-import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
 from ems import CcKvOption
 from kvloom.pool.agent import Agent
 from kvloom.pool.bench.redis import find_server, private_server
-from kvloom.pool.stores.engine import EngineError, open_engine
+from kvloom.pool.stores.engine import EngineError, EngineFull, open_engine
 from kvloom.pool.stores.tier import EngineTier
-from tests.support.pool.agents import copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
+from tests.support.pool.agents import new_kv, running_agent, session, slots_of, tokens_of, zero
+from tests.support.pool.stores import HASHES, OFFSETS, SLOTS, check_round_trip, saved_and_forgotten
 from tests.support.waiting import until
-
-HASHES = list(range(100, 116))
-BLOCKS = list(range(len(HASHES)))
-SLOTS = slots_of(*BLOCKS)
-OFFSETS = [4] * len(HASHES)
 
 
 class FakeEngine:
-    """A store in a dictionary. While `gate` is closed its calls wait; when `is_failing` they raise EngineError."""
+    """A store in a dictionary. While `gate` is closed its calls wait; when `is_failing` they raise EngineError, and
+    puts EngineFull when `is_full`.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.gate = threading.Event()
         self.gate.set()
-        self.is_failing = False
+        self.is_failing = self.is_full = False
         self.num_calls = self.num_stored = 0
 
     def _enter(self) -> None:
@@ -49,6 +44,8 @@ class FakeEngine:
 
     def put(self, names, values) -> None:
         self._enter()
+        if self.is_full:
+            raise EngineFull("no memory")
         self.num_stored += len(names)
         self.values |= dict(zip(names, values, strict=True))
 
@@ -69,35 +66,6 @@ def agent_with(engine) -> Iterator[Agent]:
     with running_agent(rcache_share=1.0) as agent:
         agent.engine = agent.node.others = EngineTier(engine)
         yield agent
-
-
-def saved_and_forgotten(agent: Agent, cc) -> None:
-    """Saves HASHES, waits until the store has them, and empties the node's own pool."""
-    pool = agent.node.pool("default")
-    assert cc.save(SLOTS, HASHES, OFFSETS).success == len(HASHES)
-    until(lambda: pool.counts["push_done"] == len(HASHES))
-
-    def is_empty() -> bool:
-        pool.evict(1 << 30)  # leaves blocks that the session's batch still pins
-        return pool.usage()["blocks"] == 0
-
-    until(is_empty)
-
-
-def check_round_trip(agent: Agent) -> None:
-    kv = new_kv()
-    truth = copy_of(kv)
-    with session(agent.config.socket, kv) as cc:
-        saved_and_forgotten(agent, cc)
-        zero(kv)
-        assert cc.load(SLOTS, HASHES, OFFSETS, CcKvOption(read_local_only=True)).success == 0
-        assert cc.exists([*HASHES, 7]) == len(HASHES)
-        assert cc.load([*SLOTS, *slots_of(60)], [*HASHES, 7], [*OFFSETS, 4]).success == len(HASHES)
-        assert (tokens_of(kv, SLOTS) == tokens_of(truth, SLOTS)).all()
-        assert cc.load(SLOTS, HASHES, OFFSETS, CcKvOption(read_local_only=True)).success == len(HASHES), (
-            "kept as copies"
-        )
-    agent.node.pool("default").check()
 
 
 def test_what_left_the_node_comes_back_from_the_store():
@@ -208,6 +176,35 @@ def test_a_store_that_is_down_is_left_alone_and_blocks_stay_here():
         assert agent.stats().peers == {"engine": False}
 
 
+def test_a_full_store_gives_what_it_has_and_saves_say_that_blocks_stay_here(caplog):
+    engine = FakeEngine()
+    with agent_with(engine) as agent, session(agent.config.socket, new_kv()) as cc:
+        saved_and_forgotten(agent, cc)
+        engine.is_full = True
+        pool = agent.node.pool("default")
+        for start in (1000, 2000):
+            cc.save(SLOTS, [start + h for h in HASHES], OFFSETS)
+            until(lambda start=start: pool.counts["push_failed"] == len(HASHES) * start // 1000)
+        assert cc.save(SLOTS, [3000 + h for h in HASHES], OFFSETS).local == len(HASHES)
+        assert cc.load(SLOTS, HASHES, OFFSETS).success == len(HASHES)
+        assert [r.message for r in caplog.records if "the store" in r.message] == [
+            "the store takes no blocks, which stay on this node: no memory"
+        ]
+
+
+def test_callers_with_little_time_keep_nobody_else_from_the_store():
+    engine = FakeEngine()
+    engine.values = {f"ems:t:{'00' * 32}": b"value"}
+    tier = EngineTier(engine, lambda: 0.0)
+    engine.gate.clear()
+    for _ in range(3):
+        assert tier.has("t", [bytes(32)], 0.01) == [False]
+    engine.gate.set()
+    until(lambda: tier._num_busy == 0)
+    assert tier.has("t", [bytes(32)], 5.0) == [True]
+    tier.close()
+
+
 @pytest.mark.parametrize("damage", [lambda v: v[:-1] + b"?", lambda v: v[:3], lambda v: b""])
 def test_a_damaged_value_is_a_miss(damage):
     engine, kv = FakeEngine(), new_kv()
@@ -250,6 +247,37 @@ def test_a_stopped_server_costs_the_deadline_and_no_more(server):
                 os.kill(pid, signal.SIGCONT)
 
 
+def test_a_server_without_memory_gives_what_it_has(server):
+    socket = f"unix://{server}"
+    with running_agent(rcache_share=1.0, engine=socket) as agent, session(agent.config.socket, new_kv()) as cc:
+        saved_and_forgotten(agent, cc)
+        client = valkey_client(server)
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", "1")
+        cc.save(slots_of(*range(64)), list(range(64)), [4] * 64)
+        until(lambda: agent.node.pool("default").counts["push_failed"] == 64)
+        assert cc.load(SLOTS, HASHES, OFFSETS).success == len(HASHES)
+
+
+def test_another_type_under_a_blocks_name_is_a_miss_of_that_block(server):
+    socket = f"unix://{server}"
+    with running_agent(rcache_share=1.0, engine=socket) as agent, session(agent.config.socket, new_kv()) as cc:
+        saved_and_forgotten(agent, cc)
+        client = valkey_client(server)
+        cc.load(SLOTS, HASHES, OFFSETS)
+        keys = agent.node.pool("default").block_keys()
+        name = f"ems:default:{keys[5].hex()}"
+        client.delete(name)
+        client.lpush(name, "something else")
+        agent.node.pool("default").evict(1 << 30)
+        until(lambda: agent.node.pool("default").evict(1 << 30) == 0)
+        assert cc.load(SLOTS, HASHES, OFFSETS).success == 5
+
+
+def valkey_client(path: Path):
+    return importlib.import_module("valkey").Valkey(unix_socket_path=str(path))
+
+
 def _pid_of_server(path: Path) -> int:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(path))
@@ -259,116 +287,6 @@ def _pid_of_server(path: Path) -> int:
 def test_a_cluster_client_says_when_there_is_no_cluster(server):
     with pytest.raises(EngineError, match="engine valkey"):
         open_engine("valkey+cluster://127.0.0.1:1", "")
-
-
-class FakeMooncake:
-    """The part of `mooncake.store.MooncakeDistributedStore` that the adapter uses, with its return codes."""
-
-    values: ClassVar[dict[str, bytes]] = {}
-    arguments: ClassVar[tuple] = ()
-
-    def setup(self, *arguments) -> int:
-        FakeMooncake.arguments = arguments
-        return -600 if arguments[-1].startswith("down") else 0
-
-    def put_batch(self, names: list[str], values: list[bytes]) -> int:
-        for name, value in zip(names, values, strict=True):
-            self.values.setdefault(name, value)
-        return 0
-
-    def batch_get_buffer(self, names: list[str]) -> list:
-        return [self.values.get(name) for name in names]
-
-    def batch_is_exist(self, names: list[str]) -> list[int]:
-        return [-1 if name == "bad" else int(name in self.values) for name in names]
-
-    def close(self) -> int:
-        return 0
-
-
-@pytest.fixture
-def mooncake(monkeypatch):
-    module = types.ModuleType("mooncake.store")
-    module.MooncakeDistributedStore = FakeMooncake
-    monkeypatch.setitem(sys.modules, "mooncake", types.ModuleType("mooncake"))
-    monkeypatch.setitem(sys.modules, "mooncake.store", module)
-    monkeypatch.delitem(sys.modules, "kvloom.pool.stores.mooncake", raising=False)
-    FakeMooncake.values = {}
-    yield
-    sys.modules.pop("kvloom.pool.stores.mooncake", None)
-
-
-def test_mooncake_keeps_blocks_for_the_node(mooncake):
-    with running_agent(rcache_share=1.0, engine="mooncake://10.0.0.1:50051?host=10.0.0.2&segment=1G") as agent:
-        check_round_trip(agent)
-    host, metadata, segment, _buffer, protocol, devices, master = FakeMooncake.arguments
-    assert (host.split(":")[0], metadata, segment) == ("10.0.0.2", "P2PHANDSHAKE", 1 << 30)
-    assert (protocol, devices, master) == ("tcp", "", "10.0.0.1:50051")
-
-
-@pytest.fixture
-def mooncake_address(tmp_path) -> Iterator[str]:
-    """The URL of a real Mooncake Store master on this machine; `host` is the machine's address in its network."""
-    command = shutil.which("mooncake_master", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if command is None:
-        pytest.skip("needs mooncake_master: pip install kvloom[mooncake]")
-    try:
-        importlib.import_module("mooncake.store")
-    except ImportError as error:
-        pytest.skip(f"Mooncake cannot be loaded: {error}")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing
-        host = probe.getsockname()[0]
-    if host.startswith("127."):
-        pytest.skip("Mooncake refuses loopback addresses, and this machine has no other")
-    ports = []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            ports.append(listener.getsockname()[1])
-    with subprocess.Popen([command, f"-rpc_port={ports[0]}", f"-metrics_port={ports[1]}"], cwd=tmp_path) as process:
-        until(lambda: _accepts(ports[0]))
-        yield f"mooncake://127.0.0.1:{ports[0]}?host={host}&segment=64M"
-        process.terminate()
-
-
-def _accepts(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def test_a_real_mooncake_store_keeps_blocks_for_the_node(mooncake_address):
-    with running_agent(rcache_share=1.0, engine=mooncake_address) as agent:
-        check_round_trip(agent)
-
-
-def test_mooncake_errors_are_engine_errors(mooncake):
-    with pytest.raises(EngineError, match="-600"):
-        open_engine("mooncake://down:1?host=10.0.0.2", "")
-    engine = open_engine("mooncake://up:1?host=10.0.0.2", "")
-    with pytest.raises(EngineError, match="-1"):
-        engine.has(["bad"])
-
-
-@pytest.mark.parametrize(
-    ("address", "password", "problem"),
-    [
-        ("http://x", "", "'http' is none of mooncake"),
-        ("mooncake://up:1", "", "own_address"),
-        ("mooncake://up:1?host=a&size=1", "", "unknown option size"),
-        ("mooncake://up:1?host=a", "secret", "no password"),
-    ],
-)
-def test_a_wrong_address_is_refused(mooncake, address, password, problem):
-    with pytest.raises(ValueError, match=f"engine: .*{problem}"):
-        open_engine(address, password)
-
-
-def test_a_missing_extra_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "kvloom.pool.stores.mooncake", raising=False)
-    for name in ("mooncake", "mooncake.store"):  # the second is in sys.modules if an earlier test loaded it
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match=r"kvloom\[mooncake\]"):
-        open_engine("mooncake://up:1?host=a", "")
 
 
 def test_a_store_that_is_not_there_ends_the_start(tmp_path, capfd):

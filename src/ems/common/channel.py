@@ -50,6 +50,11 @@ class Channel:
         self._writer = FrameWriter()
         self._held = bytearray()
 
+    @property
+    def num_received(self) -> int:
+        """Frames that came so far."""
+        return self._reader.num_frames
+
     def use_key(self, sending: bytes, receiving: bytes) -> None:
         """Tag every later frame: `sending` is the key of our frames, `receiving` of the peer's."""
         self._writer.use_key(sending)

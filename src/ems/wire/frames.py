@@ -90,6 +90,7 @@ class FrameReader:
     """
 
     def __init__(self) -> None:
+        self.num_frames = 0  # that came so far
         self._buffer = bytearray()
         self._key = b""
         self._sequence = 0
@@ -137,6 +138,7 @@ class FrameReader:
         _magic, _version, op, _flags, request_id, deadline_ms, _size, crc = _HEADER.unpack_from(data)
         if crc != zlib.crc32(data[HEADER_BYTES:], zlib.crc32(data[: HEADER_BYTES - 4])):
             raise WireError("wrong checksum")
+        self.num_frames += 1
         return Frame(_read(_KINDS[op], data[HEADER_BYTES:]), request_id, deadline_ms)
 
 

@@ -21,7 +21,7 @@ from ems.wire.messages import Cause, Status
 from kvloom.pool.agent import Agent
 from kvloom.pool.cluster import fetching
 from kvloom.pool.cluster.fetching import Fetch, Wanted
-from kvloom.pool.cluster.peer_line import Own, PeerLine
+from kvloom.pool.cluster.peer_line import Own, PeerLine, ask
 from kvloom.pool.cluster.secured import Complaints
 from kvloom.pool.config import Address
 from kvloom.pool.storage.entries import NoRoom, Reservation
@@ -279,3 +279,19 @@ def test_one_fault_of_several_connections_is_one_failure_of_the_peer(called):
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(lambda line: line.call(soon(), fail), lines)) == [Cause.PEER_DOWN] * 2
     assert breaker.failures == 1
+
+
+def test_an_answer_in_part_is_a_sign_of_life(called):
+    """So calls with little time keep nobody else from a node."""
+    agent, _line = called
+    breaker = Breaker(patience_s=WAIT_S)
+    line = PeerLine(Address("b", "127.0.0.1", agent.peer_port), Own("a", SECRET), breaker, Complaints())
+
+    def is_late(channel: Channel) -> Cause:
+        ask(channel, m.PeerGet("t", bytes(KEY_BYTES), has_only=True), soon())
+        raise TimeoutError("more was to come")
+
+    assert [line.call(soon(), is_late) for _ in range(4)] == [Cause.TIMEOUT] * 4
+    assert (breaker.failures, breaker.waited_s) == (0, 0.0)
+    assert line.call(soon(), lambda _channel: Cause.NONE) is Cause.NONE
+    line.close()

@@ -71,6 +71,7 @@ class PeerLine:
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._answered_s = 0.0
+        self._is_answered = False  # whether the peer has begun to answer the present call
         self.num_waiting = 0  # approximate number of waiting calls
 
     def call(self, deadline_s: float, call: Callable[[Channel], Cause]) -> Cause:
@@ -89,13 +90,17 @@ class PeerLine:
         try:
             if not self._breaker.allows(time.monotonic()):
                 return Cause.PEER_DOWN
-            failures = self._breaker.failures
+            failures, begun_s, self._is_answered = self._breaker.failures, time.monotonic(), False
             try:
                 result = self._try(call, deadline_s)
             except CHANNEL_ERRORS as error:
+                is_late, now_s = isinstance(error, TimeoutError), time.monotonic()
                 if self._breaker.failures == failures:  # otherwise another line has seen the same failure
-                    self._breaker.fail(time.monotonic())
-                return Cause.TIMEOUT if isinstance(error, TimeoutError) else Cause.PEER_DOWN
+                    if is_late:
+                        self._breaker.give_up(now_s - begun_s, now_s, self._is_answered)
+                    else:
+                        self._breaker.fail(now_s)
+                return Cause.TIMEOUT if is_late else Cause.PEER_DOWN
             self._answered_s = time.monotonic()
             self._breaker.succeed()
             return result
@@ -114,7 +119,7 @@ class PeerLine:
         """Run on the present connection, then on a new one. Raises as the channel does."""
         if self._channel is not None:
             try:
-                return call(self._channel)
+                return self._run(call, self._channel)
             except CHANNEL_ERRORS as error:
                 self._hang_up()
                 if isinstance(error, TimeoutError):
@@ -128,10 +133,17 @@ class PeerLine:
             self._hang_up()
             raise
         try:
-            return call(self._channel)
+            return self._run(call, self._channel)
         except CHANNEL_ERRORS:
             self._hang_up()
             raise
+
+    def _run(self, call: Callable[[Channel], Cause], channel: Channel) -> Cause:
+        num_before = channel.num_received
+        try:
+            return call(channel)
+        finally:
+            self._is_answered = channel.num_received > num_before
 
     def _connect(self, deadline_s: float) -> Channel:
         deadline_s = min(deadline_s, time.monotonic() + _CONNECT_S)

@@ -10,6 +10,10 @@ class EngineError(Exception):
     """The store cannot be reached or refused the call."""
 
 
+class EngineFull(EngineError):
+    """The store answers, but takes no values: it is full, or may only be read."""
+
+
 class Engine(Protocol):
     """Values by name. Calls may block for as long as the store likes, from any thread, and raise EngineError.
 
@@ -17,7 +21,9 @@ class Engine(Protocol):
     """
 
     def put(self, names: Sequence[str], values: Sequence[bytes]) -> None:
-        """Store values; whether an existing value is replaced is up to the store."""
+        """Store values; whether an existing value is replaced is up to the store. Raises EngineFull where it takes
+        none.
+        """
         ...
 
     def get(self, names: Sequence[str]) -> list[memoryview | None]:

@@ -12,10 +12,11 @@ from urllib.parse import parse_qs, urlsplit
 from mooncake.store import MooncakeDistributedStore
 
 from kvloom.pool.config import parse_size
-from kvloom.pool.stores.engine import EngineError
+from kvloom.pool.stores.engine import EngineError, EngineFull
 
 _BUFFER_BYTES = 256 << 20  # the store's client's local buffer for values under way; `segment` is what it stores
 _FIRST_PORT, _NUM_PORTS = 20000, 12000  # below the range of ports that the system assigns
+_NO_ROOM = -200  # the store's code for a put that finds no memory
 _OPTIONS = {"host", "metadata", "protocol", "devices", "segment"}
 
 
@@ -57,7 +58,7 @@ class MooncakeEngine:
     def put(self, names: Sequence[str], values: Sequence[bytes]) -> None:
         code = self._store.put_batch(list(names), list(values))
         if code:
-            raise EngineError(f"put failed with code {code}")
+            raise (EngineFull if code == _NO_ROOM else EngineError)(f"put failed with code {code}")
 
     def get(self, names: Sequence[str]) -> list[memoryview | None]:
         """The buffers belong to the store's client; each lives as long as its view."""

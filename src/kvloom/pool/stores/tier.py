@@ -1,7 +1,8 @@
 """EngineTier: the rest of the cluster as one distributed store, instead of peers.
 
 Calls run on a few threads. A call that outlives its deadline is abandoned, not interrupted: its late result is dropped,
-and the blocks that it reads stay pinned until it returns, so that their memory is not reused.
+and the blocks that it reads stay pinned until it returns, so that their memory is not reused. A store that is full, or
+may only be read, is asked for what it has, and given nothing for a while.
 """
 
 import contextlib
@@ -19,17 +20,19 @@ import xxhash
 
 from ems.common.breaker import Breaker
 from ems.wire.messages import SUM_BYTES, Cause
+from kvloom.pool.cluster.secured import Complaints
 from kvloom.pool.node import Came, Fetched, Outgoing, Route
 from kvloom.pool.storage.entries import Block, NoRoom, Reservation, Written
 from kvloom.pool.storage.entrywise import HeldEntries
 from kvloom.pool.storage.pool import Pool
-from kvloom.pool.stores.engine import Engine, EngineError
+from kvloom.pool.stores.engine import Engine, EngineError, EngineFull
 
 _WORKERS = 4  # threads; abandoned calls hold one each
 _PUSH_BLOCKS = 16  # blocks stored by one call
 _FETCH_KEYS = 16  # blocks requested at once: a missing one ends a load, so what lies behind it would be loaded in vain
 _MAX_QUEUE = 1024  # most blocks waiting to be stored; further ones wait
 _PUSH_S = 10.0
+_SILENT, _FULL = "the store does not answer", "the store takes no blocks, which stay on this node"
 T = TypeVar("T")
 
 
@@ -53,6 +56,8 @@ class EngineTier:
         self._engine = engine
         self._now = now
         self._breaker = Breaker()
+        self._room = Breaker()  # open while the store takes no values, whatever it answers besides
+        self._complaints = Complaints()
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._num_busy = 0
@@ -65,9 +70,11 @@ class EngineTier:
     # Others
 
     def route(self, key: bytes) -> Route:
-        """The home of all blocks is the store, unless it is unreachable for now."""
+        """The home of all blocks is the store, unless it is unreachable or full for now."""
         with self._lock:
-            return Route.CUT_OFF if self._breaker.is_open(self._now()) else Route.AWAY
+            now_s = self._now()
+            is_cut_off = self._breaker.is_open(now_s) or self._room.is_open(now_s)
+            return Route.CUT_OFF if is_cut_off else Route.AWAY
 
     def fetch(
         self, pool: Pool, keys: list[bytes], deadline_s: float, has_end: bool = False, came: Came | None = None
@@ -119,7 +126,8 @@ class EngineTier:
     def push_now(self, tenant: str, block: Outgoing, deadline_s: float) -> bool:
         """Stores a block; False when that did not end in time."""
         names, values = _names(tenant, [block.key]), [b"".join((block.checksum, block.data.data))]
-        return self._call(lambda: self._engine.put(names, values), deadline_s).problem is Cause.NONE
+        future = self._submit(lambda: self._engine.put(names, values), is_put=True)
+        return future is not None and self._has_stored(future, deadline_s)
 
     def status(self) -> dict[str, bool]:
         """Whether the store is reachable at present."""
@@ -143,30 +151,65 @@ class EngineTier:
             return _Answer(Cause.PEER_DOWN, None)
         return self._wait(future, deadline_s)
 
-    def _submit(self, call: Callable[[], T]) -> "Future[T] | None":
-        """Run the call on a thread; None when the store is unreachable for now, or abandoned calls hold all threads."""
+    def _submit(self, call: Callable[[], T], is_put: bool = False) -> "Future[T] | None":
+        """Run the call on a thread; None when the store is unreachable for now, or abandoned calls hold all threads, or
+        it takes no values and this is one.
+        """
         with self._lock:
-            if self._num_busy >= _WORKERS or not self._breaker.allows(self._now()):
+            now_s = self._now()
+            if self._num_busy >= _WORKERS or (is_put and self._room.is_open(now_s)):
+                return None
+            if not self._breaker.allows(now_s):
                 return None
             self._num_busy += 1
         future: Future[T] = Future()
         self._calls.put((future, call))
         return future
 
+    def _has_stored(self, future: "Future[None]", deadline_s: float) -> bool:
+        """Whether a put ended well in time."""
+        is_done = self._wait(future, deadline_s).problem is Cause.NONE
+        if is_done:
+            self._complaints.forget(_FULL)
+            with self._lock:
+                self._room.succeed()
+        return is_done
+
     def _wait(self, future: "Future[T]", deadline_s: float) -> "_Answer[T]":
+        start_s = self._now()
         try:
-            result = future.result(max(0.0, deadline_s - self._now()))
-        except (FutureTimeoutError, EngineError) as error:
+            result = future.result(max(0.0, deadline_s - start_s))
+        except FutureTimeoutError:
+            with self._lock:
+                now_s = self._now()
+                self._breaker.give_up(now_s - start_s, now_s)
+            self._complain(self._breaker, _SILENT, "it is late")
+            return _Answer(Cause.TIMEOUT, None)
+        except EngineFull as error:
+            with self._lock:
+                self._breaker.succeed()
+                self._room.fail(self._now())
+            self._complain(self._room, _FULL, str(error))
+            return _Answer(Cause.PEER_DOWN, None)
+        except EngineError as error:
             with self._lock:
                 self._breaker.fail(self._now())
-            return _Answer(Cause.PEER_DOWN if isinstance(error, EngineError) else Cause.TIMEOUT, None)
+            self._complain(self._breaker, _SILENT, str(error))
+            return _Answer(Cause.PEER_DOWN, None)
+        self._complaints.forget(_SILENT)
         with self._lock:
             self._breaker.succeed()
         return _Answer(Cause.NONE, result)
 
+    def _complain(self, breaker: Breaker, what: str, why: str) -> None:
+        """Log a problem that lasts, once."""
+        if breaker.is_open(self._now()):
+            self._complaints.warn(what, why)
+
     def _work(self) -> None:
         while (task := self._calls.get()) is not None:
             future, call = task
+            start_s = self._now()
             try:
                 result, error = call(), None
             except EngineError as raised:
@@ -175,6 +218,8 @@ class EngineTier:
                 result, error = None, EngineError(repr(raised))
             with self._lock:
                 self._num_busy -= 1
+                if error is None and self._now() - start_s < self._breaker.patience_s:
+                    self._breaker.succeed()  # also where the caller had no time to wait for it
             if error is None:
                 future.set_result(result)
             else:
@@ -207,8 +252,8 @@ class EngineTier:
                 for push in batch:
                     push.pool.unpin([push.entry])
 
-        future = self._submit(put)
-        is_done = future is not None and self._wait(future, self._now() + _PUSH_S).problem is Cause.NONE
+        future = self._submit(put, is_put=True)
+        is_done = future is not None and self._has_stored(future, self._now() + _PUSH_S)
         for push in batch:
             push.entry.is_home = is_done
             push.pool.counts.add("push_done" if is_done else "push_failed")

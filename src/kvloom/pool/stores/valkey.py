@@ -6,9 +6,10 @@ from typing import Any
 import valkey
 import valkey.cluster
 
-from kvloom.pool.stores.engine import EngineError
+from kvloom.pool.stores.engine import EngineError, EngineFull
 
 _ERRORS = (valkey.ValkeyError, valkey.exceptions.ValkeyClusterException, OSError)
+_CLUSTER_ERRORS = (valkey.exceptions.ClusterError, valkey.exceptions.AskError, valkey.exceptions.TryAgainError)
 _CONNECT_S = 2.0
 _CALL_S = 10.0  # seconds of one socket operation, so that abandoned calls end
 
@@ -39,26 +40,48 @@ class ValkeyEngine:
         self._client = client
 
     def put(self, names: Sequence[str], values: Sequence[bytes]) -> None:
-        self._run("set", [(name, value) for name, value in zip(names, values, strict=True)])
+        answers = self._run("set", [(name, value) for name, value in zip(names, values, strict=True)])
+        if refusal := next(filter(_is_refusal, answers), None):
+            raise EngineFull(str(refusal)) from refusal
 
     def get(self, names: Sequence[str]) -> list[memoryview | None]:
         answers = self._run("get", [(name,) for name in names])
-        return [None if answer is None else memoryview(answer) for answer in answers]
+        return [memoryview(answer) if isinstance(answer, bytes) else self._absent(answer) for answer in answers]
+
+    @staticmethod
+    def _absent(answer: Any) -> None:
+        """None for no value, also where something else has the name. Raises EngineError for a refusal."""
+        if answer is not None and not str(answer).startswith("WRONGTYPE"):
+            raise EngineError(str(answer)) from answer
 
     def has(self, names: Sequence[str]) -> list[bool]:
-        return [bool(answer) for answer in self._run("exists", [(name,) for name in names])]
+        answers = self._run("exists", [(name,) for name in names])
+        if refusal := next(filter(_is_refusal, answers), None):
+            raise EngineError(str(refusal)) from refusal
+        return [bool(answer) for answer in answers]
 
     def _run(self, command: str, arguments: list[tuple[str | bytes, ...]]) -> list[Any]:
+        """An answer for each, which may be a refusal. Raises EngineError where the server, or one of them, is not
+        reached.
+        """
         try:
             pipeline = self._client.pipeline()
             if isinstance(self._client, valkey.Valkey):
                 pipeline = self._client.pipeline(transaction=False)
             for each in arguments:
                 getattr(pipeline, command)(*each)
-            answers: list[Any] = pipeline.execute()
+            answers: list[Any] = pipeline.execute(raise_on_error=False)
         except _ERRORS as error:
             raise EngineError(str(error)) from error
+        for answer in answers:
+            if isinstance(answer, Exception) and not _is_refusal(answer):
+                raise EngineError(str(answer)) from answer
         return answers
 
     def close(self) -> None:
         self._client.close()
+
+
+def _is_refusal(answer: object) -> bool:
+    """Whether a server answered that it will not; not that it is the wrong one, or that its cluster is down."""
+    return isinstance(answer, valkey.ResponseError) and not isinstance(answer, _CLUSTER_ERRORS)
