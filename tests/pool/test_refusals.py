@@ -56,6 +56,45 @@ def refused(link: Link, message: m.Message, deadline_s: float | None = None) -> 
     return str(caught.value)
 
 
+@pytest.mark.parametrize("is_chain", [True, False])
+@pytest.mark.parametrize(("changes", "cause"), [({}, "pinned"), ({"put_rate": 1 << 16}, "rate")])
+def test_a_save_that_ends_early_is_refused_once_however_much_of_it_was_under_way(is_chain, changes, cause):
+    with running_agent(pool_bytes=1 << 20, slab_bytes=1 << 18, **changes) as agent, linked(agent) as link:
+        link.arena(1 << 20, 1 << 20, soon())
+        for batch in (1, 2):
+            for part in range(4):
+                keys = [key_of(1000 * batch + 8 * part + i) for i in range(8)]
+                offsets, lengths = [i << 16 for i in range(8)], [1 << 16] * 8
+                link.begin(m.Save(b"".join(keys), offsets, lengths, is_last=part == 3, is_chain=is_chain), soon())
+            answers = [link.finish(soon()) for _ in range(4)]
+            statuses = b"".join(answer.statuses for answer in answers)
+            num_done = len(statuses) - len(statuses.lstrip(b"\0"))
+            assert len(set(statuses[num_done:])) == 1, "what follows is not tried"
+            assert counted(agent, "refused") == {("default", cause): batch}
+            saved = {status: count for (_tenant, status), count in counted(agent, "saves").items()}
+            assert sum(saved.values()) - saved.get("stored", 0) == batch
+            time.sleep(0.05 if changes else 0)
+        if not changes:
+            assert link.call(m.Save(key_of(1), [0], [4096]), soon()) == m.Saved(b"\0"), "the next is tried"
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_save_during_which_keys_change_ends_as_any_other(turn):
+    """Its blocks are not pinned for longer, and what it was refused does not end the next one."""
+    with running_agent(pool_bytes=1 << 20, slab_bytes=1 << 18) as agent, linked(agent) as link:
+        link.arena(1 << 20, 1 << 20, soon())
+        for batch in (1, 2):
+            for part in range(2):
+                if part == turn:
+                    agent.node.keyring.replace([])
+                keys = b"".join(key_of(1000 * batch + 30 * part + i) for i in range(30))
+                saved = link.call(m.Save(keys, [0] * 30, [1 << 16] * 30, is_last=part == 1), soon())
+                assert isinstance(saved, m.Saved)
+                assert saved.statuses.endswith(b"\3")
+            agent.node.keyring.replace([])
+            assert link.call(m.Save(key_of(batch), [0], [4096]), soon()) == m.Saved(b"\0")
+
+
 def test_what_a_session_is_refused_is_counted_for_its_tenant(monkeypatch):
     with running_agent(staging_bytes=1 << 20) as agent, linked(agent) as link, linked(agent) as other:
         for wrong in (

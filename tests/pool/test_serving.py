@@ -234,8 +234,6 @@ def test_who_has_sent_the_end_of_a_batch_gets_the_last_answers_at_once(kinds, en
     with here, there:
         serving = kinds[1].agent.node.pools()[0].serving(Channel(there), terms)
         serving.use_arena(arena)
-        here.send(writer.encode(m.Ping(), 9))
-        assert serving.receive().message == m.Ping(), "the first is for who looks at the session's key"
         here.send(b"".join(writer.encode(a_part(n, is_last), n) for n, is_last in enumerate(ends)))
         here.shutdown(socket.SHUT_WR)
         with pytest.raises(ConnectionResetError):

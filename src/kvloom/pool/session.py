@@ -82,6 +82,7 @@ class ClientSession:
             has_others=self._node.others is not None,
             keyring_version=self._node.keyring.version,
             is_direct=self._node.config.is_direct,
+            is_valid=self._is_valid,
             board=self._board,
         )
         self._serving = pool.serving(self._channel, terms)
@@ -99,7 +100,7 @@ class ClientSession:
         try:
             while True:
                 frame = self._frames.receive()
-                if not self._node.keyring.is_valid(self._access_id, self._verifier):
+                if not self._is_valid():
                     pool.counts.add(Denial.REVOKED.counter)
                     self._fail(frame, EmsErrorCode.EMS_IO_ERROR, "the access key was revoked")
                     return
@@ -117,6 +118,10 @@ class ClientSession:
             self._drop_arena()
             if self._serving is not None:
                 self._serving.close()
+
+    def _is_valid(self) -> bool:
+        """Whether the client's key was not revoked."""
+        return self._node.keyring.is_valid(self._access_id, self._verifier)
 
     @property
     def _frames(self) -> "Serving | Channel":

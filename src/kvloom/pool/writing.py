@@ -39,14 +39,20 @@ class Writer:
         self._held: list[Held] = []
         self._batch: list[Block] = []  # likewise, one by one: being sent home, or reserved
         self._has_ended = False
+        self._refused: Status | None = None  # of the batch's first block that was not saved
         # deadline of the batch for waiting until earlier blocks are sent home
         self._push_deadline_s: float | None = None
         self._num_stored = self._largest_slot = 0  # of the batch
         self._reserved: list[tuple[Reservation, bytes]] = []  # and their parents
 
     def save(self, message: m.Save, arena: SharedMemory, deadline_s: float) -> m.Saved:
-        """One status a key, in order. Keys behind one that found no room are not tried."""
+        """One status a key, in order. Keys behind one that found no room are not tried, nor are those of the batch's
+        next messages, which the client may have sent already.
+        """
         self._begin_batch()
+        if self._refused is not None:
+            self._has_ended = message.is_last
+            return m.Saved(bytes([self._refused]) * len(message.lengths))
         if self._push_deadline_s is None:
             now_s = time.monotonic()
             self._push_deadline_s = now_s + (deadline_s - now_s) * _PUSH_SHARE
@@ -72,6 +78,8 @@ class Writer:
                 break
         self._count(statuses)
         self._has_ended = message.is_last
+        if statuses and not Status(statuses[-1]).is_success:
+            self._refused = Status(statuses[-1])
         return m.Saved(bytes(statuses) + bytes(statuses[-1:]) * (len(keys) - len(statuses)))
 
     def _count(self, statuses: bytes | bytearray) -> None:
@@ -201,6 +209,7 @@ class Writer:
             held.release()
         self._pool.unpin(self._batch)
         self._held, self._batch, self._has_ended, self._push_deadline_s = [], [], False, None
+        self._refused = None
         self._num_stored = self._largest_slot = 0
 
     def rest(self) -> bool:

@@ -6,6 +6,7 @@ happens to its key. `TenantPool` keeps blocks in Python, `NativePool` in C++, wi
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from ctypes import c_uint64
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -57,6 +58,7 @@ class Terms(NamedTuple):
     has_others: bool  # other nodes may have what is not here
     keyring_version: c_uint64  # incremented when the session's key may have been revoked
     is_direct: bool = False  # the client may write into memory that is reserved for it
+    is_valid: Callable[[], bool] = lambda: True  # whether the session's key is valid now
     board: Bytes | None = None  # where the client writes leases that it has read; None = it sends Release
 
 

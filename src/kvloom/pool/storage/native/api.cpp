@@ -293,7 +293,7 @@ void serving_feed(pool::Serving* serving, const uint8_t* data, int64_t size) {
 // Sets the session's staging area; null = none. It must stay mapped until it is replaced or the session is closed.
 void serving_use_arena(pool::Serving* serving, const uint8_t* arena, int64_t size) { serving->use_arena(arena, size); }
 
-// Answers requests until one must be handled by Python; *frame is valid until the next call. Returns 0 or an errno.
+// Answers requests until one must be handled by Python; *frame is valid until the next call. Returns 0, an errno or kUnchecked.
 int serving_next(pool::Serving* serving, uint64_t valid_at, const uint8_t** frame, int64_t* size) {
     ems::Frame found{};
     const int problem = serving->next(valid_at, found);

@@ -22,16 +22,16 @@ Serving::~Serving() {
 
 int Serving::next(uint64_t valid_at, Frame& frame) {
     while (true) {
-        const int problem = receive(frame);
+        const int problem = is_unchecked_ ? 0 : receive(unchecked_);
+        frame = unchecked_;
         if (problem != 0 && problem != ems::kMalformed) {
             return problem;
         }
+        is_unchecked_ = problem == 0 && terms_.keyring_version->load() != valid_at;
         if (problem == 0 && frame.header.op == ems::kReserve) {
             drop_reserved();  // whoever answers
         }
-        // what was reserved is committed here, also when the client's key is to be checked again
-        const bool is_due = terms_.keyring_version->load() == valid_at || (has_reserved_ && frame.header.op == ems::kCommit);
-        const bool is_ours = problem == 0 && is_due && answer(frame);
+        const bool is_ours = problem == 0 && !is_unchecked_ && answer(frame);
         if (!(is_held_ && is_ours && has_frame())) {
             if (const int failure = flush()) {
                 return failure;
@@ -41,7 +41,7 @@ int Serving::next(uint64_t valid_at, Frame& frame) {
             end_read();
         }
         if (!is_ours) {
-            return 0;
+            return is_unchecked_ ? kUnchecked : 0;
         }
         while (rest() && !has_frame()) {
         }
@@ -91,7 +91,7 @@ bool Serving::answer(const Frame& frame) {
     }
 }
 
-// Answers one status per key, in order. Keys after the first one without room are not tried.
+// Answers one status per key, in order. The batch's keys after the first one without room are not tried.
 bool Serving::save(const Frame& frame) {
     const ToSave wanted(frame);
     if (!wanted.is_good || terms_.can_save == 0 || arena_ == nullptr || !wanted.is_within(arena_bytes_)) {
@@ -107,7 +107,7 @@ bool Serving::save(const Frame& frame) {
     const auto& offsets = wanted.offsets;
     std::transform(offsets.begin(), offsets.end(), areas.begin(), [&](int64_t at) { return arena_ + at; });
     size_t done = 0;
-    while (done < num && (done == 0 || is_success(statuses[done - 1]))) {
+    while (done < num && is_success(refused_)) {
         const Key* before = done > 0 ? wanted.keys + done - 1 : wanted.parent;
         Save part{wanted.keys + done,
                   wanted.lengths.data() + done,
@@ -126,11 +126,10 @@ bool Serving::save(const Frame& frame) {
                   nullptr};
         store(part);
         done += static_cast<size_t>(part.num_done);
+        refused_ = done > 0 ? statuses[done - 1] : kStored;
     }
     handle_->glance.counts.add_saved(statuses.data(), done);
-    if (done > 0) {
-        std::fill(statuses.begin() + static_cast<int64_t>(done), statuses.end(), statuses[done - 1]);
-    }
+    std::fill(statuses.begin() + static_cast<int64_t>(done), statuses.end(), refused_);
     has_ended_ = wanted.is_last;
     is_in_batch_ = !wanted.is_last;
     held_bytes_ += wanted.bytes();
@@ -190,6 +189,7 @@ void Serving::end_batch() {
     unpin(batch_);
     batch_.clear();
     has_ended_ = false;
+    refused_ = kStored;
     num_stored_ = largest_slot_ = 0;
 }
 

@@ -13,6 +13,7 @@
 
 namespace pool {
 
+constexpr int kUnchecked = -1;  // instead of an errno: the session's key must be checked before the frame is answered
 constexpr int64_t kKeysAtOnce = 64;  // keys handled per hold of the lock, so that other sessions get turns
 
 // The following decode requests from frames. Invalid ones (is_good = false) are left to Python.
@@ -180,7 +181,8 @@ class Serving {
     ~Serving();
 
     // Answers requests until one must be handled by Python, or the connection fails. Returns 0 and the frame, or an
-    // errno. valid_at: the keyring's version when the session's key was last checked and valid.
+    // errno; or kUnchecked and the frame, which the next call answers. valid_at: the keyring's version when the session's
+    // key was last checked and valid.
     int next(uint64_t valid_at, ems::Frame& frame);
 
     bool has_frame() const;
@@ -248,6 +250,8 @@ class Serving {
     Callbacks callbacks_;
     Terms terms_;
     ems::FrameStream stream_;
+    ems::Frame unchecked_{};
+    bool is_unchecked_ = false;  // whether it was not answered yet
     ems::FrameWriter out_;  // answers that are not sent yet
     bool is_held_ = false;    // whether the last answer is held back to be sent with the next one
     int64_t held_bytes_ = 0;  // bytes of the staging area that are saved but whose answers are held back
@@ -256,6 +260,7 @@ class Serving {
     std::vector<Id> batch_;  // the batch's blocks, pinned until rest() so that neither it nor the next one evicts them
     bool is_in_batch_ = false;  // the batch's next message is expected: work that can wait is not done
     bool has_ended_ = false;
+    uint8_t refused_ = kStored;  // status of the batch's last block that was tried; nothing follows a refused one
     // Memory that the client is writing to, and whose it is until its commit.
     struct Reserved {
         Key key;

@@ -20,7 +20,8 @@ from kvloom.pool.storage.native import library as c
 from kvloom.pool.storage.pool import Terms
 from kvloom.pool.storage.segments import SharedMemory
 
-_NEVER = 2**64 - 1  # of the keyring's versions: the first request is checked by Python
+_NEVER = 2**64 - 1  # of the keyring's versions: the key is checked before the first request
+_UNCHECKED = -1  # not an error number: the key must be checked first
 _SAVED = [f"save_{status.name.lower()}" for status in Status]
 _MISSED = [f"miss_{cause.name.lower()}" for cause in Cause]
 
@@ -77,7 +78,7 @@ class NativeServing:
         self._kept = owner, asked, terms
         self._functions: c.Functions = owner.functions
         self._channel = channel
-        self._version = terms.keyring_version
+        self._version, self._is_valid = terms.keyring_version, terms.is_valid
         self._valid_at = _NEVER
         inner = c.Terms(
             terms.can_save,
@@ -94,17 +95,22 @@ class NativeServing:
         short.serving_feed(self._handle, ahead, len(ahead))
 
     def receive(self) -> Frame:
-        """The next request that C++ does not answer. Raises as `Channel.receive` does."""
+        """The next request that C++ does not answer, or that must not be answered, because the key is not valid any
+        more. Raises as `Channel.receive` does.
+        """
         data, size = ctypes.c_void_p(), ctypes.c_int64()
-        waiting = self._functions.of_batches.serving_next
-        problem = waiting(self._handle, self._valid_at, ctypes.byref(data), ctypes.byref(size))
+        waiting, problem = self._functions.of_batches.serving_next, _UNCHECKED
+        while problem == _UNCHECKED:
+            problem = waiting(self._handle, self._valid_at, ctypes.byref(data), ctypes.byref(size))
+            if problem == _UNCHECKED:
+                self._valid_at = self._version.value  # before the check
+                problem = _UNCHECKED if self._is_valid() else 0
         if problem == errno.ECONNRESET:
             raise ConnectionResetError("the other side closed the connection")
         if problem:
             raise OSError(problem, os.strerror(problem))
         assert data.value is not None
         self._channel.feed(ctypes.string_at(data.value, size.value))
-        self._valid_at = self._version.value  # before the session checks that its key is valid
         return self._channel.receive()
 
     def has_frame(self) -> bool:
