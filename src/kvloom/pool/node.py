@@ -150,6 +150,13 @@ class Node:
                 self._pools[tenant] = open_pool(tenant, self._options)
             return self._pools[tenant]
 
+    def evict(self, tenant: str, size: int) -> None:
+        """Evict bytes of a tenant's blocks, if it has a pool here."""
+        with self._lock:
+            pool = self._pools.get(tenant)
+        if pool is not None:
+            pool.evict(size)
+
     def put_limit(self, tenant: str) -> RateLimit | None:
         """The rate at which the tenant may save on this node; None = unlimited."""
         if not self.config.put_rate:

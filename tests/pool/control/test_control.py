@@ -224,6 +224,14 @@ def test_a_node_of_many_tenants_is_heard(api, state):
     assert len(state.tenants()) == 1500
 
 
+def test_an_order_to_evict_names_a_tenant_and_makes_no_pool(api, state):
+    heard_of(state, "a")
+    answer = api.post("/v1/nodes/a/blocks:evict", json={"tenant": "t" * 70_000, "bytes": 1})
+    assert (answer.status_code, "tenant: must be 1 to 512 characters" in answer.text) == (400, True)
+    with running_agent() as agent:
+        assert (agent.node.evict("nobody", 1), agent.node.pools()) == (None, [])
+
+
 def test_a_node_is_told_once_what_to_evict(api, state):
     heard_of(state, "a", "b")
     for size in (5, 6):

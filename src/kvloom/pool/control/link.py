@@ -85,7 +85,7 @@ class ControlLink:
             return False
         self._complain("")
         for tenant, size in orders.evict:
-            self._node.pool(tenant).evict(size)
+            self._node.evict(tenant, size)
         if config.state is not None:
             self._keep(config.state, orders)
         return True

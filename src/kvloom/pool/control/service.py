@@ -204,7 +204,7 @@ def _evict(state: ControlState, request: Request, body: bytes) -> Response:
     wanted = msgspec.json.decode(body, type=Eviction)
     if not 0 < wanted.bytes <= _MAX_BYTES:
         raise Invalid(f"bytes: must be 1 to {_MAX_BYTES}")
-    state.evict(request.path_params["node_id"], wanted.tenant, wanted.bytes)
+    state.evict(request.path_params["node_id"], _checked_tenant(wanted.tenant), wanted.bytes)
     return JSONResponse({"tenant": wanted.tenant, "bytes": wanted.bytes}, 202)
 
 
