@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvloom.gewu import Code, Refused, Session
+from kvloom.gewu.protocol.frames import Frame, encode
 from kvloom.gewu.service.settings import find_service
 from kvloom.gewu.status import ask_status
 from tests.support.gewu.daemons import compile_c, has_nlohmann, make_model, run_program
+from tests.support.gewu.service import Peer, Service
 from tests.support.waiting import until
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gewu"
@@ -77,6 +79,36 @@ def test_a_socket_whose_path_is_too_long_is_to_be_named_shorter(daemon, tmp_path
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         why = "is longer than the 107 bytes of a socket's path: set GEWU_SOCKET to a shorter one"
         assert (done.returncode, done.stderr) == (1, f"gewu: {path} {why}{code}\n")
+
+
+def test_a_prompt_that_is_not_utf_8_is_refused_in_a_line(daemon, model):
+    refused = run_cli(daemon, "run", str(model), "\udcff")
+    assert (refused.returncode, refused.stderr) == (1, r"gewu: '\udcff' is not UTF-8 (INVAL)" + "\n")
+
+
+@pytest.mark.parametrize("answer", [Frame("r", 1, Code.FAULT, payload=b"the log says more"), Frame("Q", 1)])
+def test_a_status_that_is_none_is_said_in_a_line(answer, daemon, tmp_path):
+    """Of a daemon that fails, and of a program that sends back what it gets."""
+
+    def script(peer: Peer) -> None:
+        peer.greet()
+        peer.expect("Q")
+        peer.sock.sendall(encode(answer))
+
+    service = Service(tmp_path / "gewu.sock", script)
+    found = subprocess.run(
+        [sys.executable, "-m", "kvloom.gewu", "status"],
+        env=daemon.environ | service.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    service.join()
+    service.close()
+    why = answer.payload.decode() or "it does not speak Gewu's protocol"
+    assert found.returncode == 1
+    said = f"gewu: no service answers on {tmp_path}/gewu.sock ({why}): start it with `kvloom gewu daemon`\n"
+    assert found.stderr == said
 
 
 def test_what_is_no_model_is_named(daemon, tmp_path):

@@ -1,5 +1,6 @@
 """Damaged and hostile model files: Create always returns a documented code, and other sessions go on."""
 
+import asyncio
 import json
 import os
 import random
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.gewu.codes import Code, Refused
+from kvloom.gewu.hosts.prober import Prober
 from kvloom.gewu.modelfiles import open_files
 from kvloom.gewu.prober.capabilities import only_those_of
 from kvloom.gewu.protocol.frames import PROTOCOL, Frame, FrameDecoder, encode
@@ -135,14 +137,41 @@ def children_of(pid: int, name: str) -> list[int]:
     return [child for child in found if name in Path(f"/proc/{child}/cmdline").read_text()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_when_the_prober_hangs_or_dies_create_answers_and_the_next_one_works(number, start_daemon, start_client, model):
+def test_when_the_prober_hangs_create_answers_and_the_next_one_works(start_daemon, start_client, model):
     daemon = start_daemon({})
     client = start_client(daemon)
     (prober,) = children_of(daemon.process.pid, "prober")
-    os.kill(prober, number)
+    os.kill(prober, signal.SIGSTOP)
     assert client.call("create", json.dumps({"model": str(model)}))[0] == Code.FAULT
     assert client.ask(client.create(model))[-1]["finish_reason"] == "stop"
+
+
+def test_no_create_is_refused_because_the_prober_was_killed_before(start_daemon, start_client, model):
+    daemon = start_daemon({})
+    client = start_client(daemon)
+    for _ in range(3):
+        (prober,) = children_of(daemon.process.pid, "prober")
+        os.kill(prober, signal.SIGKILL)
+        assert client.ask(client.create(model))[-1]["finish_reason"] == "stop"
+
+
+def test_a_model_of_which_two_probers_die_is_refused(monkeypatch, model):
+    started = []
+
+    async def start(prober: Prober) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs.close()
+        ours.setblocking(False)
+        prober._sock = ours
+        started.append(ours)
+        return ours
+
+    monkeypatch.setattr(Prober, "_start", start)
+    fd = os.open(model, os.O_RDONLY)
+    with pytest.raises(Refused) as caught:
+        asyncio.run(Prober("auto").look(fd, os.getpid()))
+    os.close(fd)
+    assert (caught.value.code, len(started)) == (Code.FAULT, 2)
 
 
 def call(daemon, frame: Frame, *fds: int) -> Frame:

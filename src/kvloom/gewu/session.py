@@ -5,6 +5,7 @@ import functools
 import itertools
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from types import TracebackType
 from typing import Any, cast
@@ -16,6 +17,8 @@ from kvloom.gewu.codes import Code, Refused
 
 Messages = Sequence[Mapping[str, str]]
 OnReply = Callable[[dict[str, Any]], None]
+_Replies = queue.SimpleQueue[dict[str, Any] | None]  # None = the session was closed
+_SHOWN_TEXT = 80  # characters
 
 
 class _Result(ctypes.Structure):
@@ -71,6 +74,14 @@ class Request:
             raise Refused(code, "the request cannot be aborted")
 
 
+def _json(fields: dict[str, object]) -> bytes:
+    """Raises Refused (INVAL) for a text that is not Unicode, as of a command line's bytes."""
+    try:
+        return msgspec.json.encode(fields)
+    except UnicodeEncodeError as error:
+        raise Refused(Code.INVAL, f"{error.object[:_SHOWN_TEXT]!r} is not UTF-8") from None
+
+
 class Session:
     """A session on a model; `with` destroys it. Attributes: qos, eval_settings, keep_alive_s (docs/gewu.md).
 
@@ -78,13 +89,14 @@ class Session:
     """
 
     def __init__(self, model: str, **attributes: object) -> None:
-        text = msgspec.json.encode({"model": model, **attributes})
+        text = _json({"model": model, **attributes})
         result = load_library().OH_QoS_GewuCreateSession(text)
         if result.error:
             code = Code(result.error)
             reason = import_module("kvloom.gewu.reason")  # it imports much of the service
             raise Refused(code, reason.why_refused(code, model))
         self.handle: int = result.handle
+        self._streams: set[_Replies] = set()
 
     def __enter__(self) -> "Session":
         return self
@@ -97,40 +109,50 @@ class Session:
     def submit(self, messages: Messages, on_reply: OnReply, *, stream: bool = True, **options: object) -> Request:
         """`on_reply` gets each reply on a thread of the library; the last one has a finish_reason."""
         context = next(_contexts)
+        text = _json({"messages": messages, "stream": stream, **options})
         _callbacks[context] = (self.handle, on_reply)
-        text = msgspec.json.encode({"messages": messages, "stream": stream, **options})
         result = load_library().OH_QoS_GewuSubmitRequest(self.handle, text, _on_response, context)
         if result.error:
             _callbacks.pop(context, None)
-            raise Refused(Code(result.error), "the request was refused")
+            raise Refused(Code(result.error), "the request was refused; GEWU_LOG=1 says why")
         return Request(self.handle, result.handle, context)
 
     def stream(self, messages: Messages, *, stream: bool = True, **options: object) -> Iterator[str]:
         """Pieces of the answer, one when `stream` is false. Leaving the loop early aborts.
 
-        Raises Refused when the service fails meanwhile.
+        Raises Refused when the service fails or the session is closed meanwhile.
         """
-        replies: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        request = self.submit(messages, replies.put, stream=stream, **options)
+        replies: _Replies = queue.SimpleQueue()
+        self._streams.add(replies)
+        request: Request | None = None
         is_finished = False
         try:
+            request = self.submit(messages, replies.put, stream=stream, **options)
             while not is_finished:
                 reply = replies.get()
+                if reply is None:
+                    raise Refused(Code.NOENT, "the session was closed")
                 is_finished = reply["finish_reason"] is not None
                 if "error" in reply:
                     raise Refused(Code(reply["error"]["code"]), reply["error"]["message"])
                 yield cast(str, reply["message"]["content"])
         finally:
-            if not is_finished:
-                request.abort()
+            self._streams.discard(replies)
+            if request is not None and not is_finished:
+                with suppress(Refused):  # it has ended with its session or its service
+                    request.abort()
 
     def ask(self, messages: Messages, **options: object) -> str:
         """The whole answer."""
         return "".join(self.stream(messages, stream=False, **options))
 
     def close(self) -> None:
-        """Destroy the session; its requests end without a reply. A second call does nothing."""
+        """Destroy the session: its streams end with Refused, its other requests without a reply. A second call does
+        nothing.
+        """
         load_library().OH_QoS_GewuDestroySession(self.handle)
         for context, (session, _) in list(_callbacks.items()):
             if session == self.handle:
                 _callbacks.pop(context, None)
+        for replies in tuple(self._streams):
+            replies.put(None)

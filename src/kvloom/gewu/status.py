@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from kvloom.gewu.codes import Code
 from kvloom.gewu.protocol.frames import PROTOCOL, Frame, FrameDecoder, FrameError, encode
 
 _TIMEOUT_S = 5.0
@@ -22,7 +23,12 @@ def ask_status(path: Path) -> dict[str, Any]:
         if hello.op != "H" or hello.a != PROTOCOL:
             raise ConnectionError(f"it speaks protocol {hello.a}, this program {PROTOCOL}")
         sock.sendall(encode(Frame("Q", 1)))
-        found: dict[str, Any] = json.loads(_receive(sock, decoder).payload)
+        answer = _receive(sock, decoder)
+        if answer.op != "r":
+            raise ConnectionError("it does not speak Gewu's protocol")
+        if answer.b != Code.OK:
+            raise ConnectionError(answer.payload.decode(errors="replace"))
+        found: dict[str, Any] = json.loads(answer.payload)
         return found
 
 

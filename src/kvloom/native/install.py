@@ -1,5 +1,6 @@
 """Installs a library as C and C++ developers expect it: lib/, include/ and lib/pkgconfig/ below a prefix."""
 
+import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,8 +60,8 @@ class Development:
             target = root / "include" / header.relative_to(self.library.include)
             written.append(_replace(target, header.read_bytes(), 0o644))
         for path, text in self.programs().items():
-            written.append(_replace(root / path, text.encode(), 0o755))
-        return [*written, _replace(lib / "pkgconfig" / f"{self.link}.pc", self._pkg_config(prefix).encode(), 0o644)]
+            written.append(_replace(root / path, os.fsencode(text), 0o755))
+        return [*written, _replace(lib / "pkgconfig" / f"{self.link}.pc", os.fsencode(self._pkg_config(prefix)), 0o644)]
 
     def compiler_flags(self, prefix: Path) -> str:
         """For $(kvloom ... --cflags)."""

@@ -62,6 +62,13 @@ def test_what_is_laid_down_below_a_prefix_is_compiled_first(environ, tmp_path):
     assert dynamic_entries(prefix / "lib" / "libqos.so", "SONAME") == [SONAME]
 
 
+def test_a_prefix_may_be_no_utf_8(tmp_path):
+    prefix = tmp_path / "\udcff"
+    Development(LIBRARY, "qos", "x").install(prefix)
+    first = (prefix / "lib/pkgconfig/qos.pc").read_bytes().splitlines()[0]
+    assert first == b"prefix=" + os.fsencode(tmp_path) + b"/\xff"
+
+
 def test_a_package_is_made_of_a_destdir(environ, tmp_path):
     run_cli(environ, "install", "--prefix", "/usr", "--destdir", str(tmp_path / "package"))
     assert files_below(tmp_path / "package") == {f"usr/{path}" for path in LAID}

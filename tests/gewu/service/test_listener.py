@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import json
 import logging
 import os
 import random
@@ -12,10 +13,12 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from kvloom.gewu.codes import Code
 from kvloom.gewu.hosts.fake import FakeSettings
 from kvloom.gewu.protocol.frames import PROTOCOL, Frame, encode
 from kvloom.gewu.service.connection import Connection
@@ -69,6 +72,20 @@ def test_what_is_no_socket_is_left_where_it_is(kind, tmp_path):
     assert path.stat().st_ino == before
 
 
+def test_a_program_that_listens_and_accepts_nothing_is_not_waited_for(tmp_path):
+    path = tmp_path / "gewu.sock"
+    with contextlib.ExitStack() as stack:
+        other = stack.enter_context(socket.socket(socket.AF_UNIX))
+        other.bind(str(path))
+        other.listen(0)
+        client = stack.enter_context(socket.socket(socket.AF_UNIX))
+        client.connect(str(path))  # the queue is full
+        environ = {**os.environ, "GEWU_SOCKET": str(path), "GEWU_FAKE_ENGINE": "1"}
+        command = [sys.executable, "-m", "kvloom.gewu", "daemon"]
+        done = subprocess.run(command, env=environ, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stderr) == (1, f"gewu: {path}: a daemon listens on {path} already\n")
+
+
 def test_at_its_end_a_daemon_removes_its_own_socket_alone(start_daemon):
     daemon = start_daemon({})
     daemon.socket.unlink()
@@ -78,21 +95,27 @@ def test_at_its_end_a_daemon_removes_its_own_socket_alone(start_daemon):
         assert daemon.socket.exists()
 
 
-def test_without_descriptors_the_service_waits_and_serves_on(start_daemon, start_client, model):
-    daemon = start_daemon({})
+def test_without_descriptors_the_service_waits_and_serves_on(start_daemon, start_client, model, capfd):
+    daemon = start_daemon({}, GEWU_IDLE_UNLOAD_S="0.5")
     client = start_client(daemon)
     session = client.create(model)
     pid = daemon.process.pid
     used = len(os.listdir(f"/proc/{pid}/fd"))
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 5, before[1]))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 40, before[1]))
     with contextlib.ExitStack() as stack:
-        for _ in range(20):
+        for _ in range(60):
             other = stack.enter_context(socket.socket(socket.AF_UNIX))
             other.setblocking(False)
             other.connect_ex(str(daemon.socket))
         assert client.ask(session)[-1]["finish_reason"] == "stop"
+        assert client.call("create", json.dumps({"model": str(model)}))[0] == Code.NOMEM
+        time.sleep(1)  # looks at memory, and unloads
     assert daemon.status()["pid"] == pid
+    assert daemon.model()["state"] == "absent"
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert "cannot accept more clients (Too many open files)" in said
     resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
     assert client.ask(client.create(model))[-1]["finish_reason"] == "stop"
 

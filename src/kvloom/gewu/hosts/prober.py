@@ -9,6 +9,7 @@ import sys
 import msgspec
 
 from kvloom.gewu.codes import Code, Refused
+from kvloom.gewu.descriptors import is_spare
 from kvloom.gewu.modelfiles import MAX_FILES, ModelFiles
 from kvloom.gewu.prober.main import MAX_MESSAGE_BYTES, Answer, Question
 from kvloom.gewu.prober.probe import Found
@@ -38,25 +39,38 @@ class Prober:
         Refused.
         """
         async with self._lock:
-            sock = self._sock or await self._start()
             try:
-                question = msgspec.msgpack.encode(Question(pid, self._backend))
-                socket.send_fds(sock, [question], [fd])
-                data, fds = await _receive(sock, _LOOK_S)
-            except TimeoutError:
-                await self.close()
-                raise Refused(Code.FAULT, f"the model could not be looked at within {_LOOK_S:g} s") from None
-            except OSError:
-                await self.close()
-                raise Refused(Code.FAULT, "the process that looked at the model has died of it") from None
+                data, fds = await self._ask(fd, pid)
+            except OSError:  # it may have been killed long ago, when it looked at nothing
+                data, fds = await self._ask_another(fd, pid)
         answer = msgspec.msgpack.decode(data, type=Answer)
-        if answer.found is not None and len(fds) == len(answer.names):
+        if answer.found is not None and len(fds) == len(answer.names) and not any(map(is_spare, fds)):
             return answer.found, ModelFiles(answer.found.path, dict(zip(answer.names, fds, strict=True)))
         for opened in fds:
             os.close(opened)
         if answer.found is None:
             raise Refused(answer.code, answer.reason)
         raise Refused(Code.NOMEM, "the service is out of descriptors")
+
+    async def _ask(self, fd: int, pid: int) -> _Packet:
+        """The process's answer. Raises Refused when there is none in time, OSError when the process has died."""
+        sock = self._sock or await self._start()
+        try:
+            socket.send_fds(sock, [msgspec.msgpack.encode(Question(pid, self._backend))], [fd])
+            return await _receive(sock, _LOOK_S)
+        except TimeoutError:
+            await self.close()
+            raise Refused(Code.FAULT, f"the model could not be looked at within {_LOOK_S:g} s") from None
+        except OSError:
+            await self.close()
+            raise
+
+    async def _ask_another(self, fd: int, pid: int) -> _Packet:
+        """The answer of a new process. Raises Refused."""
+        try:
+            return await self._ask(fd, pid)
+        except OSError:
+            raise Refused(Code.FAULT, "the process that looked at the model has died of it") from None
 
     async def start(self) -> None:
         """Start the process before the first question."""
@@ -105,6 +119,9 @@ async def _receive(sock: socket.socket, limit_s: float) -> _Packet:
     future: asyncio.Future[_Packet] = loop.create_future()
 
     def read() -> None:
+        loop.remove_reader(sock)
+        if future.done():  # given up, just before: the socket is closed with what comes
+            return
         try:
             data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, MAX_FILES, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
@@ -114,7 +131,6 @@ async def _receive(sock: socket.socket, limit_s: float) -> _Packet:
                 future.set_result((data, list(fds)))
             else:
                 future.set_exception(ConnectionResetError())
-        loop.remove_reader(sock)
 
     loop.add_reader(sock, read)
     try:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvloom.gewu.codes import Code, Refused
+from kvloom.gewu.descriptors import is_spare
 from kvloom.gewu.protocol.frames import PROTOCOL, Frame, FrameDecoder, FrameError, encode
 from kvloom.gewu.service.room import Rooms
 
@@ -106,7 +107,7 @@ class Connection:
         except OSError:
             self.close()
             return
-        self._fds.extend(fds)
+        self._fds.extend(map(_kept, fds))
         if flags & socket.MSG_CTRUNC:  # a client sends one a Create: a later one's must not be taken for the lost one
             self._fds.append(_LOST_FD)
         if not data or len(self._fds) > _MAX_FDS:
@@ -188,3 +189,11 @@ class Connection:
         self._rooms.unsent.set(self, len(self._unsent))
         if not self._unsent:
             self._loop.remove_writer(self._sock)
+
+
+def _kept(fd: int) -> int:
+    """A descriptor that a client has passed, unless it is one of this process's last."""
+    if not is_spare(fd):
+        return fd
+    os.close(fd)
+    return _LOST_FD

@@ -4,6 +4,7 @@ spin.
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -11,6 +12,8 @@ import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
+
+from kvloom.gewu.descriptors import has_free
 
 log = logging.getLogger(__name__)
 
@@ -72,14 +75,17 @@ def _clear(path: Path) -> None:
     if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):  # connecting to a file is refused as well
         raise OSError("what is there is no socket; set GEWU_SOCKET to a path of yours")
     with socket.socket(socket.AF_UNIX) as old:
+        old.setblocking(False)  # a stopped process whose queue is full would answer never
         try:
             old.connect(str(path))
         except FileNotFoundError:
             return
         except ConnectionRefusedError:
             path.unlink()
-        else:
-            raise OSError(f"a daemon listens on {path} already")
+            return
+        except BlockingIOError:  # its queue is full
+            pass
+    raise OSError(f"a daemon listens on {path} already")
 
 
 def _bind(path: Path) -> socket.socket:
@@ -123,6 +129,8 @@ class Acceptor:
 
     def _accept(self) -> None:
         try:
+            if not has_free():
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
