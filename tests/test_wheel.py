@@ -149,4 +149,4 @@ def test_it_serves(installed):
 def test_its_command_has_its_own_name_so_that_pipx_and_uvx_run_it(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
-    assert "kvloom = kvloom.cli:main" in archive.read(name).decode().splitlines()
+    assert "kvloom = kvloom.entry:kvloom" in archive.read(name).decode().splitlines()

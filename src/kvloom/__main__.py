@@ -1,6 +1,8 @@
 """`python -m kvloom` is `kvloom`."""
 
-from kvloom.cli import main
+import sys
+
+from kvloom.entry import kvloom
 
 if __name__ == "__main__":  # processes that a command spawns import this file too
-    main()
+    sys.exit(kvloom())

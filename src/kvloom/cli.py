@@ -53,7 +53,7 @@ def main() -> None:
     """Entry point: an error of the user's is one line and exit code 1."""
     open_standard_streams()
     try:
-        app()
+        app(prog_name="kvloom")
     except (UserError, OSError) as error:
         problem = problem_of(error)
         if problem is None:

@@ -1,6 +1,9 @@
 """`python -m kvloom.gewu`: the same as `kvloom gewu`."""
 
-from kvloom.gewu.cli import app
+import sys
+
+from kvloom.entry import kvloom
 
 if __name__ == "__main__":
-    app(prog_name="kvloom gewu")
+    sys.argv[1:1] = ["gewu"]
+    sys.exit(kvloom())
