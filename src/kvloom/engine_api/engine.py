@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -55,10 +57,15 @@ class _Live:
 class InferenceEngine:
     """init ... finalize. Methods may be called from any thread; callbacks run one after another on a thread of its own.
 
-    A callback that raises is logged, its request is stopped, and `finalize` reports the first such error.
+    A callback that raises is logged, its request is stopped, and `finalize` reports the first such error. In the child
+    of a fork no engine is initialised; the child may `init` its own.
     """
 
     def __init__(self) -> None:
+        self._reset()
+        _engines.add(self)
+
+    def _reset(self) -> None:
         self._lock = threading.Lock()  # guards the attributes below
         self._live: dict[str, _Live] = {}
         self._engine: EngineThread | None = None
@@ -96,23 +103,26 @@ class InferenceEngine:
 
         With `valid_request` token ids and lengths are checked here; otherwise an invalid one ends with ILLEGAL_INPUT.
         """
-        callback = request.callback
         with self._lock:
-            if not self._is_open or self._engine is None:
-                return Status(Code.ERROR, "the engine is not initialised")
-            callback = callback or self._callback
-            if callback is None:
-                return Status(Code.INVALID_ARG, "callback: give one to init or to the request")
-            try:
-                inner = request.get_request_inner(self._tokenizer)
-                if valid_request:
-                    _check_ids(inner, self._engine)
-            except (BadRequest, OverflowError) as error:
-                return Status(Code.INVALID_ARG, str(error))
+            engine = self._engine
+            if not self._is_open or engine is None:
+                return _not_ready()
+            callback, tokenizer = request.callback or self._callback, self._tokenizer
+        if callback is None:
+            return Status(Code.INVALID_ARG, "callback: give one to init or to the request")
+        try:
+            inner = request.get_request_inner(tokenizer)  # takes seconds for a text of megabytes
+            if valid_request:
+                _check_ids(inner, engine)
+        except (BadRequest, OverflowError) as error:
+            return Status(Code.INVALID_ARG, str(error))
+        with self._lock:
+            if not self._is_open or self._engine is not engine:
+                return _not_ready()
             if inner.id in self._live:
                 return Status(Code.INVALID_ARG, f"request_id: {request.get_request_id()} is in use")
             live = self._live[inner.id] = _Live(request, inner, callback)
-            self._loop.call_soon_threadsafe(lambda: self._start(self._follow(self._engine_or_raise(), live)))
+            self._loop.call_soon_threadsafe(lambda: self._start(self._follow(engine, live)))
         return OK
 
     def control_request(self, request_id: RequestId | str | int, operation: Operation) -> Status:
@@ -228,14 +238,31 @@ class InferenceEngine:
         if flag is not Flag.INFER_RESPONSE_CONTINUE:
             with self._lock:
                 self._live.pop(live.inner.id)
-        request_id = live.request.get_request_id()
+        request_id, pid = live.request.get_request_id(), os.getpid()
         try:
             live.callback(InferenceResponse(request_id, ids, flag, error))
-        except Exception as raised:  # an error in the callback must not end other requests
+        except BaseException as raised:  # also SystemExit: other requests go on, on this thread
             log.exception("the callback raised on a response of %r; the request is stopped", request_id)
             with self._lock:
                 self._callback_error = self._callback_error or f"{type(raised).__name__}: {raised}"
             self._engine_or_raise().abort(live.inner.id)
+        finally:
+            if os.getpid() != pid:  # the child of a fork: this thread's loop is the parent's
+                os._exit(0)
+
+
+_engines: "weakref.WeakSet[InferenceEngine]" = weakref.WeakSet()
+
+
+def _forget_engines() -> None:
+    """In the child of a fork: the engines' threads are not here, and their ranks are the parent's."""
+    for engine in _engines:
+        _parents.append(engine.__dict__.copy())
+        engine._reset()
+
+
+_parents: list[dict[str, Any]] = []  # never freed, so that nothing of the parent's is closed here
+os.register_at_fork(after_in_child=_forget_engines)
 
 
 async def _end_tasks() -> None:

@@ -27,6 +27,7 @@ from kvloom.engine_api.wire import (
     pack_response,
     unpack_request,
 )
+from kvloom.streams import open_standard_streams
 
 _SIGN_S = 1.0  # seconds between two signs of life
 _STDOUT, _STDERR = 1, 2
@@ -158,6 +159,7 @@ def _take_over(fd: int) -> socket.socket:
 
 def main(fd: int) -> None:
     leave_signals_to_the_parent()
+    open_standard_streams()  # otherwise the socket would get the number of one that the program has closed
     logging.basicConfig(level=logging.WARNING, format="kvloom engine: %(levelname)s %(message)s")
     host = Host(_take_over(fd))
     try:

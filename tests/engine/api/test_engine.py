@@ -4,9 +4,12 @@ import json
 import os
 import queue
 import signal
+import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,8 @@ from kvloom.engine_api import (
     SamplingParams,
     Status,
 )
+from kvloom.engine_api.codes import OK
+from kvloom.engine_api.wire import PROTOCOL
 from kvloom.rank.fake import fake_answer
 from tests.support.configs import mock_document
 
@@ -277,3 +282,101 @@ def mock_config(tmp_path) -> Path:
     path.write_text(json.dumps(mock_document()))
     path.chmod(0o600)
     return path
+
+
+def test_a_callback_that_exits_ends_its_own_request_alone():
+    engine, responses = InferenceEngine(), queue.Queue()
+
+    def take(response: InferenceResponse) -> None:
+        if response.get_request_id() == RequestId("exits"):
+            sys.exit(3)
+        responses.put(response)
+
+    assert engine.init(take, CONFIG).is_ok()
+    assert engine.forward(make_request("exits")).is_ok()
+    assert engine.forward(make_request("other", max_output_len=20)).is_ok()
+    assert rest(responses)[-1].get_flags() is InferResponseEndFlag.INFER_RESPONSE_REACH_MAX_OUTPUT_LEN
+    assert engine.finalize() == Status(Code.ERROR)
+
+
+def test_a_long_text_that_is_being_tokenised_keeps_nobody_waiting(running, monkeypatch):
+    engine, responses = running
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def encode(self, text: str) -> list[int]:
+            begun.set()
+            assert go_on.wait(120)
+            return [1, 2, 3]
+
+    assert engine.forward(make_request("other", max_output_len=5)).is_ok()
+    monkeypatch.setattr(engine, "_tokenizer", Slow())
+    request = InferenceRequest("long")
+    request.set_input_text("long")
+    request.set_max_output_len(2)
+    thread = threading.Thread(target=engine.forward, args=(request,))
+    thread.start()
+    assert begun.wait(120)
+    assert rest(responses)[-1].get_request_id() == RequestId("other")
+    assert engine.get_processing_request() == (OK, 0)
+    go_on.set()
+    thread.join(120)
+    assert rest(responses)[-1].get_request_id() == RequestId("long")
+
+
+def answers_in_a_child(answer: Callable[[], bytes]) -> bytes:
+    """What a forked child answers; it ends without cleaning up."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(100)
+        os.write(writing, answer())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        found = pipe.read()
+    assert os.waitpid(pid, 0)[1] == 0
+    return found
+
+
+def test_in_the_child_of_a_fork_no_engine_is_initialised(running):
+    engine, responses = running
+    assert engine.forward(make_request("parent's", max_output_len=100)).is_ok()
+
+    def answer() -> bytes:
+        ends = queue.Queue[InferenceResponse]()
+        codes = [engine.forward(make_request("x")), engine.finalize(), engine.init(ends.put, CONFIG)]
+        codes.append(engine.forward(make_request("own", max_output_len=3)))
+        own = rest(ends)[-1].get_request_id() == RequestId("own")
+        return repr([*(status.is_ok() for status in (*codes, engine.finalize())), own]).encode()
+
+    assert answers_in_a_child(answer) == b"[False, False, True, True, True, True]"
+    assert rest(responses)[-1].get_flags() is InferResponseEndFlag.INFER_RESPONSE_REACH_MAX_OUTPUT_LEN
+
+
+def test_a_child_that_a_callback_has_forked_ends_with_it():
+    engine, responses, children = InferenceEngine(), queue.Queue(), []
+
+    def take(response: InferenceResponse) -> None:
+        if not children:
+            children.append(os.fork())
+        if children[0]:
+            responses.put(response)
+
+    assert engine.init(take, CONFIG).is_ok()
+    assert engine.forward(make_request("a", max_output_len=20)).is_ok()
+    assert len(rest(responses)) == 20
+    assert os.waitpid(children[0], 0)[1] == 0
+    assert engine.finalize().is_ok()
+
+
+def test_a_host_without_standard_streams_gives_no_number_of_theirs_to_the_socket():
+    ours, theirs = socket.socketpair()
+    command = ["sh", "-c", f'exec "$0" -m kvloom.engine_api.host {theirs.fileno()} >&- 2>&-', sys.executable]
+    with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as host:
+        theirs.close()
+        hello = struct.pack("=IcI", 5, b"H", PROTOCOL)
+        ours.sendall(hello)
+        assert ours.recv(9)[4:] == hello[4:]
+        assert [os.readlink(f"/proc/{host.pid}/fd/{number}") for number in (1, 2)] == ["/dev/null"] * 2
+        ours.shutdown(socket.SHUT_RDWR)
