@@ -373,10 +373,9 @@ def test_a_child_that_a_callback_has_forked_ends_with_it():
 def test_a_host_without_standard_streams_gives_no_number_of_theirs_to_the_socket():
     ours, theirs = socket.socketpair()
     command = ["sh", "-c", f'exec "$0" -m kvloom.engine_api.host {theirs.fileno()} >&- 2>&-', sys.executable]
-    with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as host:
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as host, ours:
         theirs.close()
         hello = struct.pack("=IcI", 5, b"H", PROTOCOL)
         ours.sendall(hello)
         assert ours.recv(9)[4:] == hello[4:]
         assert [os.readlink(f"/proc/{host.pid}/fd/{number}") for number in (1, 2)] == ["/dev/null"] * 2
-        ours.shutdown(socket.SHUT_RDWR)
