@@ -129,6 +129,71 @@ def test_calls_come_back_and_the_text_around_them_too(calls: list[tuple[str, dic
     assert text == "".join(words[: len(calls)]) + words[3]
 
 
+TYPED: dict[str, Any] = {
+    "type": "object",
+    "$defs": {"Zip": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}},
+    "properties": {
+        "text": {"type": "string"},
+        "optional": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "listed": {"type": ["string", "null"]},
+        "chosen": {"enum": ["1", "2"]},
+        "named": {"$ref": "#/$defs/Zip"},
+        "whole": {"type": "integer"},
+        "either": {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+        "loop": {"$ref": "#/$defs/Loop"},
+        "missing": {"$ref": "#/$defs/Nothing/x"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "read"),
+    [
+        *((key, "12345", "12345") for key in ("text", "optional", "listed", "chosen", "named")),
+        *((key, "null", None) for key in ("optional", "listed")),
+        *((key, '"1"', "1") for key in ("optional", "listed", "chosen", "named")),  # as a grammar makes them
+        *((key, "true", "true") for key in ("optional", "listed", "chosen", "named", "either")),
+        *((key, "12345", 12345) for key in ("whole", "either", "loop", "missing", "unknown")),
+        ("text", '"1"', '"1"'),
+        ("whole", "1.5", 1.5),
+        ("whole", "about 5", "about 5"),
+        ("unknown", '{"a": [1, "\u00e9"]}', {"a": [1, "é"]}),
+        ("unknown", "[1,", "[1,"),
+        ("unknown", "NaN", "NaN"),
+        ("unknown", "1e999", "1e999"),
+    ],
+)
+def test_a_parameter_has_a_type_that_its_schema_allows(key: str, written: str, read: Any):
+    parser = make_parser("qwen3_coder", {"f": TYPED})
+    call = f"<tool_call>\n<function=f>\n<parameter={key}>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    _, [(_, arguments)] = joined(parser.add(call) + parser.finish())
+    assert json.loads(arguments) == {key: read}
+
+
+HALF = "\\ud800"  # as JSON writes half of a surrogate pair
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "names"),
+    [
+        ("hermes", hermes(f"f{HALF}", "{}"), []),
+        ("hermes", hermes("f", f'"{{\\"a\\": \\"{HALF}\\"}}"'), []),
+        ("hermes", hermes("f", f'{{"a": "{HALF}"}}'), ["f"]),
+        ("llama3", bare(f"f{HALF}"), []),
+        ("qwen3_coder", f'<tool_call><function=g><parameter=a>"{HALF}"</parameter></function></tool_call>', ["g"]),
+        ("qwen3_coder", f'<tool_call><function=g><parameter=a>["{HALF}"]</parameter></function></tool_call>', ["g"]),
+    ],
+)
+def test_half_a_surrogate_pair_reaches_no_answer(form: ToolForm, text: str, names: list[str]):
+    """It is no text: no answer could be written with it."""
+    told, calls = read(form, text)
+    assert [name for name, _ in calls] == names
+    assert bool(told) == (not names), "what is no call is text"
+    for name, arguments in calls:
+        (name + arguments).encode()
+        json.loads(arguments)
+
+
 def test_arguments_stream_as_they_come():
     parser = make_parser("hermes", SCHEMAS)
     assert parser.add('<tool_call>{"name": "f", "arguments": {"a": "on') == [

@@ -159,12 +159,15 @@ class CallScanner:
 
 
 def _text(literal: str) -> str | None:
-    """The string of a JSON literal; None when it is not one."""
+    """The string of a JSON literal; None when it is not one, or holds half a surrogate pair, which is no text."""
     try:
         value = json.loads(literal, strict=False)
+        if not isinstance(value, str):
+            return None
+        value.encode()
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
+    return value
 
 
 def _object(text: str) -> str | None:

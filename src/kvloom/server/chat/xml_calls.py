@@ -4,8 +4,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 FUNCTION, PARAMETER = "<function=", "<parameter="
 _END_FUNCTION, _END_PARAMETER = "</function>", "</parameter>"
+_MAX_DEPTH = 16  # references and alternatives of a schema that are followed
 
 
 class XmlCallScanner:
@@ -53,12 +56,27 @@ class XmlCallScanner:
         if not is_named:
             return ""  # the end mark is part of the key so far
         self._held = ""
-        properties = self._schemas.get(self.name or "", {}).get("properties")
-        schema = properties.get(key.strip()) if isinstance(properties, dict) else None
-        text = json.dumps(_typed(_without_newlines(value), schema), ensure_ascii=False)
+        text = self._typed(key.strip(), _without_newlines(value))
         start = ", " if self._num_given else "{"
         self._num_given += 1
         return f"{start}{json.dumps(key.strip(), ensure_ascii=False)}: {text}"
+
+    def _typed(self, key: str, value: str) -> str:
+        """A parameter's value as JSON text: what is JSON of a type that the schema allows stays JSON, all else is a
+        text where the schema allows one.
+        """
+        schema = self._schemas.get(self.name or "", {})
+        properties = schema.get("properties")
+        known = properties.get(key) if isinstance(properties, dict) else None
+        is_text = isinstance(known, dict) and known.get("type") == "string"  # such are written without quotes
+        try:
+            found = _json_type(None if is_text else msgspec.json.decode(value))
+        except (ValueError, RecursionError):  # no JSON; also half a surrogate pair, or a number that no float can hold
+            is_text = True
+        types = None if is_text else _types_of(known, schema)
+        if is_text or (types is not None and found not in types and "string" in types):
+            return json.dumps(value, ensure_ascii=False)
+        return value.strip()
 
 
 def _without_newlines(value: str) -> str:
@@ -66,15 +84,48 @@ def _without_newlines(value: str) -> str:
     return value.removeprefix("\n").removesuffix("\n")
 
 
-def _typed(value: str, schema: Any) -> Any:
-    """A text where the schema wants one; otherwise JSON if it is valid."""
-    if isinstance(schema, dict) and schema.get("type") == "string":
-        return value
-    try:
-        return json.loads(value, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return value
+def _json_type(value: object) -> str:
+    """The type's name in JSON Schema; "number" also for whole numbers."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
 
 
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+def _types_of(schema: object, root: Mapping[str, Any], depth: int = _MAX_DEPTH) -> frozenset[str] | None:
+    """The JSON types that a schema allows, named as _json_type does; None where its outermost keywords do not say.
+
+    `root` holds what references lead to.
+    """
+    if not isinstance(schema, dict) or not depth:
+        return None
+    given = schema.get("type")
+    if given is not None:
+        names = [given] if isinstance(given, str) else given
+        return frozenset("number" if name == "integer" else str(name) for name in names if isinstance(name, str))
+    if "const" in schema or isinstance(schema.get("enum"), list):
+        return frozenset(map(_json_type, schema.get("enum", [schema.get("const")])))
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        return _types_of(_at(root, reference), root, depth - 1)
+    options = next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), None)
+    if options is None:
+        return None
+    found = [_types_of(option, root, depth - 1) for option in options]
+    return frozenset().union(*(types for types in found if types)) if all(found) else None
+
+
+def _at(root: Mapping[str, Any], reference: str) -> object:
+    """What a reference within the schema leads to; None where there is nothing."""
+    place: object = root
+    for name in reference.removeprefix("#/").split("/"):
+        place = place.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
+    return place

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from kvloom.contract.errors import Unavailable
 from kvloom.server.errors import BodyTooSlow
 from kvloom.server.http.http10 import without_chunks
+from kvloom.server.http.upgrades import DecliningParser
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +32,24 @@ class GuardedProtocol(HttpToolsProtocol):
 
     The time starts with the connection, and with the first byte of each later request; it stops while nothing is read
     because earlier answers run. Idle time between requests is limited by uvicorn's `timeout_keep_alive`. A connection
-    whose client reads nothing of a pending answer is closed too. HTTP/1.0 requests are answered without chunks.
+    whose client reads nothing of a pending answer is closed too. HTTP/1.0 requests are answered without chunks, and
+    those that offer another protocol as if they did not.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
     stall_timeout_s = STALL_TIMEOUT_S
+    parser: DecliningParser
     _deadline: asyncio.TimerHandle | None = None
     _stalling: asyncio.TimerHandle | None = None  # while the answer is written faster than it is read
     _num_head_bytes = 0
     _is_between = True  # between two requests, or before the first: the next byte begins a head
     _num_begun = 0  # heads in the bytes that are being read
     _answering: RequestResponseCycle | None = None  # the request whose answer runs, or was the last to run
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parser = DecliningParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -88,10 +96,14 @@ class GuardedProtocol(HttpToolsProtocol):
             self._start()
 
     def on_message_complete(self) -> None:
+        if self.parser.is_offered:
+            return
         super().on_message_complete()
         self._is_between = True
 
     def on_headers_complete(self) -> None:
+        if self.parser.is_offered:
+            return
         self._stop()
         super().on_headers_complete()
 
