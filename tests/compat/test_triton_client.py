@@ -138,6 +138,10 @@ def test_errors_become_the_clients_exception(client: triton.InferenceServerClien
     floats.set_data_from_numpy(np.zeros((1, 2), dtype=np.float32))
     with pytest.raises(InferenceServerException, match="datatype"):
         client.infer(MODEL, [floats])
+    output = triton.InferRequestedOutput("output0")
+    output.set_shared_memory("region", 400)
+    with pytest.raises(InferenceServerException, match="shared_memory_region: is not supported"):
+        client.infer(MODEL, tensors(triton, True), outputs=[output])
 
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])

@@ -93,10 +93,13 @@ def test_without_thinking_the_format_begins_at_once(qwen3: FakeServer, fields: d
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
-def test_reasoning_effort_reaches_the_template():
-    with fake_server(tokenizer=TemplateTokenizer("{{ reasoning_effort }} {{ messages[0].content }}")) as server:
-        ask(server, reasoning_effort="low")
-        assert TemplateTokenizer.rendered[-1] == "low hi"
+def test_effort_and_verbosity_reach_the_template():
+    template = "{{ reasoning_effort }} {{ verbosity }} {{ enable_thinking }} {{ messages[0].content }}"
+    with fake_server(tokenizer=TemplateTokenizer(template)) as server:
+        ask(server, reasoning_effort="max", verbosity="low")
+        assert TemplateTokenizer.rendered[-1] == "max low  hi"
+        ask(server, reasoning_effort="none", verbosity="high")
+        assert TemplateTokenizer.rendered[-1] == " high False hi"
 
 
 def test_earlier_reasoning_reaches_the_template():

@@ -145,6 +145,20 @@ def test_calls_cut_by_length_say_so(server: FakeServer):
     assert choice["finish_reason"] == "length"
 
 
+def allowed_tools(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_of_the_tools_those_that_are_allowed_may_be_called(styled: FakeServer, mode: str):
+    other = {"function": {**TOOL["function"], "name": "clock"}}
+    choice = choice_of(styled, tools=[other, TOOL], tool_choice=allowed_tools(mode, "weather"))
+    names = {call["function"]["name"] for call in choice["message"].get("tool_calls", ())}
+    assert names == {"weather"} or (mode == "auto" and not names)
+    assert "clock" not in TemplateTokenizer.rendered[-1]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -163,6 +177,15 @@ def test_calls_cut_by_length_say_so(server: FakeServer):
         ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tools": [TOOL], "tool_choice": allowed_tools("auto")}, "tool_choice.allowed_tools.tools"),
+        (
+            {"tools": [TOOL], "tool_choice": allowed_tools("auto", "weather", "g")},
+            "tool_choice.allowed_tools.tools[1].function.name",
+        ),
+        ({"tool_choice": allowed_tools("required", "weather")}, "tool_choice"),
+        ({"function_call": {"name": "weather"}}, "function_call"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"thinking_token_budget": -1}, "thinking_token_budget"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
@@ -195,6 +218,14 @@ def prompt_of(template: str, **fields: Any) -> str:
         body = {"model": MODEL, "messages": CONVERSATION, "max_tokens": 1, **fields}
         assert server.post("/v1/chat/completions", body).status_code == 200
     return TemplateTokenizer.rendered[-1]
+
+
+def test_a_call_in_the_older_form_is_refused_by_name(server: FakeServer):
+    call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    response = server.post("/v1/chat/completions", {"messages": [CONVERSATION[0], call], "max_tokens": 1})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages[1].function_call"
+    assert server.chat("hi", max_tokens=1, function_call="auto").status_code == 200
 
 
 def test_tool_messages_reach_the_template():

@@ -151,12 +151,21 @@ def infer_body(**changes: Any) -> dict[str, Any]:
         ({"parameters": {"temperature": "hot"}}, "parameters: expected `float | null`, got `str` at `temperature`"),
         ({"parameters": {"max_new_tokens": 0}}, "`max_new_tokens` must be strictly positive"),
         ({"parameters": {"binary_data_size": 12}}, "inputs[0].parameters.binary_data_size: must be the 0 bytes"),
+        ({"parameters": {"shared_memory_region": "r"}}, "inputs[0].parameters.shared_memory_region: is not supported"),
     ],
 )
 def test_an_infer_tensor_that_is_wrong_is_named(server: FakeServer, changes: dict[str, Any], words: str):
     response = server.post(f"/v2/models/{MODEL}/infer", infer_body(**changes))
     assert response.status_code == 422
     assert words.lower() in response.json()["error"].lower()
+
+
+@pytest.mark.parametrize("parameters", [{"shared_memory_region": "r"}, {"classification": 3}])
+def test_an_output_that_cannot_be_had_is_refused_and_not_sent_otherwise(server: FakeServer, parameters: dict[str, Any]):
+    body = {**infer_body(), "outputs": [{"name": "o", "parameters": parameters}]}
+    response = server.post(f"/v2/models/{MODEL}/infer", body)
+    assert response.status_code == 422
+    assert f"outputs[0].parameters.{next(iter(parameters))}: is not supported" in response.json()["error"]
 
 
 def test_a_binary_tensor_is_the_same_request(server: FakeServer):

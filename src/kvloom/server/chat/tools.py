@@ -72,6 +72,16 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None, choice_field: 
     return choice
 
 
+def allowed(tools: Sequence[Tool], names: Sequence[tuple[str, str]]) -> tuple[Tool, ...]:
+    """Those of the tools that are named. `names`: the name and its field. Raises BadRequest for another one."""
+    known = {tool.name for tool in tools}
+    for name, field in names:
+        if name not in known:
+            raise BadRequest(field, f"{name!r} is none of the tools")
+    wanted = {name for name, _ in names}
+    return tuple(tool for tool in tools if tool.name in wanted)
+
+
 def parsed_arguments(arguments: Any) -> Any:
     """Arguments of an earlier call in the form of templates: an object, or unchanged if they are not one."""
     if not isinstance(arguments, str):

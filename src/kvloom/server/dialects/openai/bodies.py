@@ -125,11 +125,12 @@ def template_values(given: dict[str, Any] | None) -> dict[str, Any]:
     return given or {}
 
 
-def effort_values(effort: str | None) -> dict[str, Any]:
-    """How much to think, as templates know it."""
+def effort_values(effort: str | None, verbosity: str | None = None) -> dict[str, Any]:
+    """How much to think and to say, as templates know it."""
+    told = {} if verbosity is None else {"verbosity": verbosity}
     if effort == "none":
-        return {"enable_thinking": False}
-    return {} if effort is None else {"reasoning_effort": effort}
+        return {**told, "enable_thinking": False}
+    return told if effort is None else {**told, "reasoning_effort": effort}
 
 
 class ChatBody(SamplingBody, kw_only=True):
@@ -145,8 +146,10 @@ class ChatBody(SamplingBody, kw_only=True):
     tools: list[ToolBody] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    functions: list[Any] | None = None  # these two: the older form of tools and tool_choice
+    function_call: Any = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None  # vLLM's name: then the reasoning is ended
 
     def params(self, default_max_tokens: int | None) -> SamplingParams:
@@ -170,13 +173,15 @@ class ChatBody(SamplingBody, kw_only=True):
         is_continued = continues(self.continue_final_message, self.add_generation_prompt)
         if self.functions:
             raise BadRequest("functions", "is not supported; give tools")
+        if self.function_call not in (None, "none", "auto"):
+            raise BadRequest("function_call", "is not supported; give tool_choice")
         tools, choice = read_tools(self.tools, self.tool_choice)
         return ChatRequest(
             conversation_of(self.messages),
             tools,
             choice,
             self.parallel_tool_calls is not False,
-            {**effort_values(self.reasoning_effort), **template_values(self.chat_template_kwargs)},
+            {**effort_values(self.reasoning_effort, self.verbosity), **template_values(self.chat_template_kwargs)},
             self.add_generation_prompt is not False and not is_continued,
             self.thinking_token_budget,
             is_continued,

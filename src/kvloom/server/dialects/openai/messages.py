@@ -51,14 +51,19 @@ class Message(Said, omit_defaults=True):
     """A message in OpenAI's form."""
 
     content: str | list[Part] | None = None
+    function_call: Any = None  # the older form of tool_calls
 
 
 def conversation_of(messages: Sequence[Said]) -> list[dict[str, Any]]:
-    """Messages as a ChatRequest has them. Raises BadRequest for parts that are neither text nor image."""
+    """Messages as a ChatRequest has them. Raises BadRequest for parts that are neither text nor image, and for calls in
+    an older form.
+    """
     found = []
     for i, message in enumerate(messages):
         plain = msgspec.to_builtins(msgspec.structs.replace(message, content=None))
         plain.pop("refusal", None)
+        if plain.pop("function_call", None) is not None:
+            raise BadRequest(f"messages[{i}].function_call", "is not supported; give tool_calls")
         plain["content"] = _content_of(message, f"messages[{i}].content")
         if message.reasoning is not None:
             plain.setdefault("reasoning_content", message.reasoning)

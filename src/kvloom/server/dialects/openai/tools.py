@@ -1,11 +1,13 @@
 """Tools in OpenAI's bodies and answers."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from kvloom.server.chat.tools import Tool, ToolChoice, check_tools
+from kvloom.contract.errors import BadRequest
+from kvloom.server.chat.tools import Tool, ToolChoice, allowed, check_tools
 from kvloom.server.dialects.ids import new_id
 
 
@@ -25,9 +27,22 @@ class FunctionName(msgspec.Struct):
     name: str
 
 
-class NamedChoice(msgspec.Struct, kw_only=True):
+class AllowedTool(msgspec.Struct, kw_only=True):
     function: FunctionName
     type: Literal["function"] = "function"
+
+
+class AllowedTools(msgspec.Struct, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1)]
+
+
+class NamedChoice(msgspec.Struct, kw_only=True):
+    """One tool that is to be called, or those that alone may be, or one of which must be."""
+
+    type: Literal["function", "allowed_tools"] = "function"
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class CallFunction(msgspec.Struct, kw_only=True):
@@ -46,7 +61,7 @@ class CallBody(msgspec.Struct, kw_only=True):
 def read_tools(
     tools: Sequence[ToolBody] | None, choice: Literal["none", "auto", "required"] | NamedChoice | None
 ) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """Raises BadRequest naming the field."""
+    """The tools that may be called, and whether they must be. Raises BadRequest naming the field."""
     found = tuple(
         Tool(
             tool.function.name,
@@ -57,12 +72,18 @@ def read_tools(
         )
         for i, tool in enumerate(tools or ())
     )
-    wanted = None
-    if isinstance(choice, NamedChoice):
-        wanted = ToolChoice("named", choice.function.name)
-    elif choice is not None:
-        wanted = ToolChoice(choice)
-    return found, check_tools(found, wanted, "tool_choice")
+    if not isinstance(choice, NamedChoice):
+        return found, check_tools(found, None if choice is None else ToolChoice(choice), "tool_choice")
+    if choice.type == "function":
+        if choice.function is None:
+            raise BadRequest("tool_choice.function", "is required")
+        return found, check_tools(found, ToolChoice("named", choice.function.name), "tool_choice")
+    if choice.allowed_tools is None:
+        raise BadRequest("tool_choice.allowed_tools", "is required")
+    wanted = check_tools(found, ToolChoice(choice.allowed_tools.mode), "tool_choice")
+    field = "tool_choice.allowed_tools.tools"
+    names = [(tool.function.name, f"{field}[{i}].function.name") for i, tool in enumerate(choice.allowed_tools.tools)]
+    return allowed(found, names), wanted
 
 
 class FunctionDelta(msgspec.Struct, omit_defaults=True):

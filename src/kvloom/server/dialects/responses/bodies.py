@@ -16,7 +16,7 @@ from kvloom.contract.request import SamplingParams
 from kvloom.server.chat.content import Content, joined
 from kvloom.server.chat.grammars import json_grammar, object_grammar
 from kvloom.server.chat.request import ChatRequest
-from kvloom.server.chat.tools import Tool, ToolChoice, check_tools
+from kvloom.server.chat.tools import Tool, ToolChoice, allowed, check_tools
 from kvloom.server.dialects.constraints import Constraints
 from kvloom.server.dialects.openai.bodies import Penalty, SamplingBody, TokenId, effort_values
 from kvloom.server.dialects.openai.messages import Said, conversation_of
@@ -184,10 +184,7 @@ class ResponsesBody(Constraints, kw_only=True):
             tools,
             choice,
             self.parallel_tool_calls is not False,
-            {
-                **effort_values(None if self.reasoning is None else self.reasoning.effort),
-                **({} if verbosity is None else {"verbosity": verbosity}),
-            },
+            effort_values(None if self.reasoning is None else self.reasoning.effort, verbosity),
             field="input",
         )
 
@@ -198,14 +195,9 @@ class ResponsesBody(Constraints, kw_only=True):
         match self.tool_choice:
             case FunctionChoice(name=name):
                 choice = ToolChoice("named", name)
-            case AllowedTools(mode=mode, tools=allowed):
+            case AllowedTools(mode=mode, tools=named):
                 choice = check_tools(tools, ToolChoice(mode), "tool_choice")
-                names = {tool.name for tool in tools}
-                for i, tool in enumerate(allowed):
-                    if tool.name not in names:
-                        raise BadRequest(f"tool_choice.tools[{i}].name", f"{tool.name!r} is none of the tools")
-                wanted = {tool.name for tool in allowed}
-                tools = tuple(tool for tool in tools if tool.name in wanted)
+                tools = allowed(tools, [(tool.name, f"tool_choice.tools[{i}].name") for i, tool in enumerate(named)])
             case str(mode) if tools or mode == "required":
                 choice = ToolChoice(mode)
         return tools, check_tools(tools, choice, "tool_choice")

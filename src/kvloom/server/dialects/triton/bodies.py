@@ -70,6 +70,7 @@ class Infer:
         self.id = request.id or ""
         tensor = _only_input(request.inputs)
         outer, inner = dict(request.parameters or {}), dict(tensor.parameters or {})
+        _refuse("inputs[0]", inner)
         size = inner.pop("binary_data_size", None)
         is_binary = outer.pop("binary_data_output", False)
         self.ids = _binary_ids(tensor, body[num_json:], size) if size is not None else _json_ids(tensor)
@@ -79,7 +80,15 @@ class Infer:
             raise BadRequest("outputs", f"must have one entry, got {len(outputs)}")
         self.output_name = outputs[0].name if outputs else "output0"
         wanted = (outputs[0].parameters or {}) if outputs else {}
+        _refuse("outputs[0]", wanted)
         self.is_binary_wanted = bool(wanted.get("binary_data", is_binary))
+
+
+def _refuse(field: str, parameters: dict[str, Any]) -> None:
+    """Parameters of a tensor that say where else it lies, or that ask for another one. Raises BadRequest."""
+    for name in ("shared_memory_region", "classification"):
+        if parameters.get(name):
+            raise BadRequest(f"{field}.parameters.{name}", "is not supported; tensors are parts of the bodies")
 
 
 def infer_answer(head: dict[str, Any], name: str, ids: list[int], is_binary: bool) -> tuple[bytes, dict[str, str]]:
