@@ -82,15 +82,15 @@ def test_preempted_and_resumed_requests_answer_as_if_they_had_not_been():
 
 
 def test_the_end_of_sequence_token_ends_the_answer_and_is_not_text():
-    request = next(
-        r for i in range(999) if EOS_ID in truth(r := Request("a", prompt(4, i), SamplingParams(temperature=0)), 20)
-    )
+    asked = (Request("a", prompt(4, i), SamplingParams(temperature=0)) for i in range(999))
+    request = next(one for one in asked if EOS_ID in truth(one, 20))
     deltas = run_all(fake_engine(), request)["a"]
-    assert deltas[-1].finish_reason is FinishReason.EOS
-    assert deltas[-1].token_ids == (EOS_ID,)
+    assert (deltas[-1].finish_reason, deltas[-1].token_ids) == (FinishReason.EOS, (EOS_ID,))
     assert "<eos>" not in text_of(deltas)
-    shown = Request("b", request.prompt_ids, SamplingParams(temperature=0, skip_special_tokens=False))
-    assert text_of(run_all(fake_engine(), shown)["b"]).endswith("<eos>")
+    for skips, shows in ((False, False), (True, True), (False, True)):
+        params = SamplingParams(temperature=0, skip_special_tokens=skips, include_stop=shows)
+        told = run_all(fake_engine(), Request("a", request.prompt_ids, params))["a"]
+        assert text_of(told) == text_of(deltas) + "<eos>" * (shows and not skips)
 
 
 def test_a_stop_string_ends_the_answer_and_frees_its_blocks():

@@ -101,11 +101,14 @@ class Live:
         return self.delta(finish, token, text, stop_reason)
 
     def text_of(self, fresh: "Fresh") -> str:
-        """Text that the token completes, stop strings applied; at the end also the text that was held back."""
+        """Text that the token completes, stop strings applied; at the end also the text that was held back.
+
+        A token that ends the answer is a mark, and text only with include_stop.
+        """
         text = ""
         _, token, finish = fresh
-        is_stop_token = finish is FinishReason.STOP and not self.request.params.include_stop
-        if token is not None and not is_stop_token:
+        is_mark = finish in (FinishReason.EOS, FinishReason.STOP) and not self.request.params.include_stop
+        if token is not None and not is_mark:
             text = self.stops.add(self.detok.add(token.token_id))
         if finish is not None and self.stops.matched is None:
             text += self.stops.finish()

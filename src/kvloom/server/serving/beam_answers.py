@@ -66,7 +66,7 @@ class BeamAnswers:
         assert found.end is not None, "an answer of a search has an end"
         reason, stop = found.end
         ids, params = found.token_ids, request.params
-        is_mark = reason is FinishReason.EOS or isinstance(stop, int)
+        is_mark = (reason is FinishReason.EOS or isinstance(stop, int)) and not params.include_stop
         text, stops = self._read(ids[:-1] if is_mark else ids, params)
         text += stops.finish()
         logprobs = () if params.logprobs is None else found.logprobs

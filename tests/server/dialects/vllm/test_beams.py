@@ -133,8 +133,8 @@ def test_a_stop_string_and_a_stop_token_end_a_beam(server: FakeServer):
     for fields in ({"stop": [stop]}, {"stop_token_ids": [ord(stop)]}):
         for answer in ask(server, **fields).json()["text"]:
             assert stop not in answer[5:]
-    kept = ask(server, stop=[stop], include_stop_str_in_output=True, early_stopping=True, best_of=2, n=2).json()["text"]
-    assert any(answer.endswith(stop) for answer in kept)
+        kept = ask(server, **fields, include_stop_str_in_output=True, early_stopping=True, best_of=2, n=2)
+        assert any(answer.endswith(stop) for answer in kept.json()["text"])
 
 
 class Euros(ByteTokenizer):
