@@ -82,6 +82,18 @@ def test_prompts_are_bounded_by_characters_and_tokens(limited: FakeServer):
     assert limited.post("/generate", {"inputs": "x" * 500, "parameters": {"truncate": 100}}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("/generate", "inputs"), ("/infer", "inputs"), (f"/v2/models/{MODEL}/generate", "text_input")],
+)
+def test_a_length_has_its_other_name_too(server: FakeServer, path: str, name: str):
+    for lengths, count in (({"max_tokens": 3}, 3), ({"max_tokens": 3, "max_new_tokens": 2}, 2), ({}, 20)):
+        body = {name: "hi", "parameters": {"details": True, **lengths}}
+        assert server.post(path, body).json()["details"]["generated_tokens"] == count
+    refused = server.post(path, {name: "hi", "parameters": {"max_tokens": 0}}).json()["error"]
+    assert refused == "Input validation error: `max_new_tokens` must be strictly positive"
+
+
 def test_truncate_keeps_the_last_tokens(server: FakeServer):
     parameters = {"truncate": 3, "decoder_input_details": True, "max_new_tokens": 1}
     [answer] = server.post("/", {"inputs": "abcdef", "parameters": parameters}).json()

@@ -32,6 +32,7 @@ class Parameters(Constraints, kw_only=True):
     details: bool | None = None
     do_sample: bool | None = None
     max_new_tokens: int | None = None
+    max_tokens: int | None = None  # its name with Triton's back ends for vLLM and TensorRT-LLM
     repetition_penalty: float | None = None
     return_full_text: bool | None = None
     seed: int | None = None
@@ -47,6 +48,11 @@ class Parameters(Constraints, kw_only=True):
     adapter_id: str | None = None  # name of a LoRA adapter, as in later TGI
     batch_size: int | None = None  # of the Triton routes; checked, but the batch is the scheduler's to choose
     priority: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None  # 1 the most urgent; 0 = none
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """The most tokens that the body asks for."""
+        return self.max_tokens if self.max_new_tokens is None else self.max_new_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ def _truncated(ids: tuple[int, ...], params: Parameters, limit: int) -> tuple[in
 
 def _new_tokens(service: GenerationService, params: Parameters, num_input: int, name: str = "inputs") -> int:
     """The most tokens to generate. Raises BadRequest when prompt or answer are too long."""
-    wanted = DEFAULT_NEW_TOKENS if params.max_new_tokens is None else params.max_new_tokens
+    wanted = DEFAULT_NEW_TOKENS if params.asked_tokens is None else params.asked_tokens
     if num_input > service.max_input_tokens:
         raise _too_long(service, params, str(num_input), num_input, name)
     if wanted <= 0:
@@ -101,7 +107,7 @@ def _new_tokens(service: GenerationService, params: Parameters, num_input: int, 
     if wanted > service.max_output_tokens:
         raise invalid(f"`max_new_tokens` must be <= {service.max_output_tokens}. Given: {wanted}")
     total = service.engine.max_seq_len
-    if num_input + wanted > total and params.max_new_tokens is not None:
+    if num_input + wanted > total and params.asked_tokens is not None:
         raise _too_long(service, params, str(num_input), num_input, name)
     return min(wanted, total - num_input)
 
@@ -110,7 +116,7 @@ def _too_long(
     service: GenerationService, params: Parameters, count: str, num_input: int, name: str = "inputs"
 ) -> BadRequest:
     """As TGI's: a request that exceeds the context is refused with both numbers, which its clients parse."""
-    wanted = DEFAULT_NEW_TOKENS if params.max_new_tokens is None else params.max_new_tokens
+    wanted = DEFAULT_NEW_TOKENS if params.asked_tokens is None else params.asked_tokens
     total = service.engine.max_seq_len
     if num_input + wanted > total:
         return invalid(
