@@ -143,9 +143,15 @@ def _marks(service: GenerationService, *values: Any) -> Marks:
 def _render(
     service: GenerationService, style: ChatStyle, marks: Marks, request: ChatRequest, tools: Sequence[Tool]
 ) -> str:
-    """The prompt, marked. Most templates want arguments of earlier calls as an object; others get their text."""
+    """The prompt, marked. Most templates want arguments of earlier calls as an object; others get their text.
+
+    Raises BadRequest.
+    """
     messages = marks.mark(request.messages)
-    messages = _open_end(messages) if request.is_continued else messages
+    if request.is_continued:
+        if messages[-1].get("tool_calls"):
+            raise BadRequest("continue_final_message", "cannot be done: the message ends with tool calls")
+        messages = _open_end(messages)
     known = [_with_arguments(message) for message in messages]
     plain = [marks.mark(tool.plain) for tool in tools]
     if not style.takes_tools:

@@ -241,6 +241,16 @@ def test_a_template_that_leaves_the_message_out_cannot_continue_it():
         assert refused(ask(server, HI, BEGUN, continue_final_message=True)) == (400, "continue_final_message")
 
 
+@pytest.mark.parametrize("template", ["", HERMES])
+def test_a_message_that_ends_with_calls_cannot_be_continued(template: str):
+    """Templates write calls behind the text; to continue the text would leave them out."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    with fake_server(tokenizer=TemplateTokenizer(template), max_seq_len=2048) as server:
+        called = {**BEGUN, "tool_calls": [call]}
+        assert refused(ask(server, HI, called, continue_final_message=True)) == (400, "continue_final_message")
+        assert ask(server, HI, called, HI).status_code == 200
+
+
 def test_reasoning_that_is_continued_is_reasoning():
     with fake_server(tokenizer=TemplateTokenizer(R1), has_eos=False) as server:
         thinking = {"role": "assistant", "content": "<think>\nso"}
