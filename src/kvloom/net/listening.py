@@ -126,12 +126,16 @@ class UnixListener:
     holder is replaced.
     """
 
-    def __init__(self, path: Path, mode: int, backlog: int = BACKLOG, group: int = -1) -> None:
+    def __init__(
+        self, path: Path, mode: int, backlog: int = BACKLOG, group: int = -1, is_temporary: bool = False
+    ) -> None:
         """`mode` of the socket, as 0o660; `group`: its id, -1 = this process's. Raises ListenError.
 
-        Creates a missing folder, accessible to the group, or to all users if all may connect.
+        Creates a missing folder, accessible to the group, or to all users if all may connect. `is_temporary`: `close`
+        removes the lock file as well, and the folder if nothing else is in it.
         """
         self._path = path
+        self._is_temporary = is_temporary
         self._group = group
         try:
             if not path.parent.exists():
@@ -180,12 +184,20 @@ class UnixListener:
             if self._path.stat().st_ino == self._inode:
                 self._path.unlink()
         self.socket.close()
+        if self._is_temporary:
+            with contextlib.suppress(OSError):
+                _lock_path(self._path).unlink()
+                self._path.parent.rmdir()
         os.close(self._lock)
 
 
 def _lock_of(path: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    return os.open(path.with_name(f"{path.name}.lock"), flags, 0o600)
+    return os.open(_lock_path(path), flags, 0o600)
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
 
 
 def is_serving(path: Path) -> bool:

@@ -143,7 +143,10 @@ class Agent:
 
     def _listen(self) -> None:
         """Listen on all addresses first, so that one that is in use ends the start. Raises ListenError."""
-        self._unix = UnixListener(self.config.socket, self.config.socket_mode, BACKLOG, self.config.socket_group)
+        config = self.config
+        self._unix = UnixListener(
+            config.socket, config.socket_mode, BACKLOG, config.socket_group, is_temporary=config.ends_with_stdin
+        )
         self._door.add(self._unix.socket)
         if self.config.listen is not None:
             listener = listen(*self.config.listen, BACKLOG, "--listen")

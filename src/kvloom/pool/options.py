@@ -131,7 +131,13 @@ TlsKey = Annotated[Path | None, _tls("--tls-key", "its key, not encrypted, mode 
 TlsCrl = Annotated[Path | None, _tls("--tls-crl", "file with a revocation list of each CA", Path)]
 PlaintextPeers = Annotated[bool, _tls_flag("--plaintext-peers", "listen for nodes beyond loopback without TLS")]
 
-EndsWithStdin = Annotated[bool, typer.Option("--ends-with-stdin", help="stop when standard input is closed")]
+EndsWithStdin = Annotated[
+    bool,
+    typer.Option(
+        "--ends-with-stdin",
+        help="stop when standard input is closed, and remove the socket's folder if it is empty then",
+    ),
+]
 
 
 def parse(  # for typer; config_from reads the values from its context

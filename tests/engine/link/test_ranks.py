@@ -108,7 +108,7 @@ def test_ranks_whose_caches_differ_are_refused(monkeypatch):
     sizes = iter((16, 32))
     ends: list[socket.socket] = []
 
-    def spawn(self: RankExecutor) -> None:
+    def spawn(self: RankExecutor, place: int) -> None:
         ours, theirs = socket.socketpair()
         ends.append(theirs)
         Channel(theirs, RankSetup).send(Ready(RankInfo(64, next(sizes), 258, 100, "fake")))

@@ -235,6 +235,22 @@ def test_the_model_process_ends_with_a_server_that_is_killed():
         until(lambda: not Path(f"/proc/{rank}/cmdline").exists() or not Path(f"/proc/{rank}/cmdline").read_bytes())
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_server_that_is_killed_leaves_nothing_in_the_folder_of_temporary_files(tmp_path, ranks):
+    config = mock_config(tmp_path, worldSize=ranks)
+    document = json.loads(config.read_text())
+    document["ModelDeployParam"]["npuDeviceIds"] = [list(range(ranks))]
+    config.write_text(json.dumps(document))
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    with serving([*CLI, "serve", "--port", "0", "--config", str(config)], TMPDIR=str(temporary)) as server:
+        body = {**BODY, "model": "llama_65b", "max_tokens": 3}
+        assert httpx.post(server.url + "/v1/completions", json=body).is_success
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+    assert list(temporary.iterdir()) == []
+
+
 def test_a_config_file_is_served_and_flags_override_it(tmp_path):
     with serve("--config", str(mock_config(tmp_path)), "--served-model-name", "mine") as server:
         card = httpx.get(server.url + "/v1/models").json()["data"][0]

@@ -2,10 +2,10 @@
 
 import contextlib
 import functools
+import os
 import select
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -139,7 +139,6 @@ class RankExecutor:
                 process.wait()
         for log in self._logs:
             log.join(_EXIT_S)
-        self._meeting.cleanup()
 
     def _start(self, silence_s: float | None = None) -> None:
         """Start the ranks. `silence_s`: how long they may send nothing meanwhile; None = for ever, as at the first
@@ -149,15 +148,15 @@ class RankExecutor:
         self._channels: list[Channel] = []
         self._logs: list[threading.Thread] = []
         self._moves = Moves(self._config.world_size)
-        self._meeting = tempfile.TemporaryDirectory(prefix="kvloom-ranks-")
         with starting(self._config.model, self._exit_reason, self.close):
-            for _ in range(self._config.world_size):
-                self._spawn()
+            with _meeting_place() as place:
+                for _ in range(self._config.world_size):
+                    self._spawn(place)
             for rank, channel in enumerate(self._channels):
-                channel.send(RankSetup(self._config, self._eos_ids(), rank, f"{self._meeting.name}/meeting"))
+                channel.send(RankSetup(self._config, self._eos_ids(), rank, f"/proc/self/fd/{place}"))
             self.info = self._wait_ready(silence_s)
 
-    def _spawn(self) -> None:
+    def _spawn(self, place: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             rank, config = len(self._processes), self._config
@@ -167,7 +166,7 @@ class RankExecutor:
             null, pipe = subprocess.DEVNULL, subprocess.PIPE
             command = [*self._program, *given.argv()]
             with signals_held_at_start():
-                process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=null, stderr=pipe)
+                process = subprocess.Popen(command, pass_fds=(theirs.fileno(), place), stdin=null, stderr=pipe)
         assert process.stderr is not None
         self._logs.append(ranklog.relay(process.stderr, f"rank {rank}"))
         self._processes.append(process)
@@ -250,3 +249,15 @@ class RankExecutor:
         while all(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
             time.sleep(0.01)
         return ended(next((process.returncode for process in self._processes if process.returncode is not None), None))
+
+
+@contextlib.contextmanager
+def _meeting_place() -> Iterator[int]:
+    """A file where the ranks of one model meet, open for those that inherit it. It has no name, so that nothing of it
+    stays behind, however its processes end.
+    """
+    place = os.memfd_create("kvloom-ranks")
+    try:
+        yield place
+    finally:
+        os.close(place)
