@@ -20,13 +20,17 @@ def explain_oom(model: str) -> Iterator[None]:
     except OutOfMemory as error:
         raise OutOfMemory(f"{model}: {error}") from None
     except (MemoryError, OSError, RuntimeError) as error:
-        is_memory = isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))
-        if not is_memory:
+        if not is_out_of_memory(error):
             raise
         raise OutOfMemory(
             f"{model}: out of memory: the weights and the KV cache do not fit; lower kv_cache_bytes (npuMemSize), or "
             f"host_cache_bytes (cpuMemSize) where it is given ({error})"
         ) from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed: of Python, the kernels, the system or torch."""
+    return isinstance(error, MemoryError) or bool(_NO_MEMORY.search(str(error)))
 
 
 def trim_heap() -> None:

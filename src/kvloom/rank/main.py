@@ -36,7 +36,7 @@ from kvloom.engine.link import ranklog
 from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.rankargs import parse
 from kvloom.engine.link.signals import leave_signals_to_the_parent
-from kvloom.rank.machine import trim_heap
+from kvloom.rank.machine import is_out_of_memory, trim_heap
 from kvloom.rank.pages import PagesAhead
 from kvloom.rank.tier.tier import KvRunner, with_tier
 
@@ -92,14 +92,21 @@ def serve(sock: socket.socket) -> None:
         try:
             answer = _answer(runner, order)
         except Exception as error:  # whatever it is, the engine is told before the rank ends
-            traceback.print_exc()
-            channel.send(Failed(f"the model failed in a step: {type(error).__name__}: {error}"))
+            channel.send(Failed(_last_words(error)))
+            if not is_out_of_memory(error):
+                traceback.print_exc()
             raise SystemExit(1) from None
         if answer is not None:
             channel.send(answer)
         if isinstance(order, Batch) and order.release:
             pages.forget()
         runner.prepare_next()
+
+
+def _last_words(error: Exception) -> str:
+    if is_out_of_memory(error):
+        return f"the model ran out of memory in a step; lower kv_cache_bytes (npuMemSize) ({error})"
+    return f"the model failed in a step: {type(error).__name__}: {error}"
 
 
 def pin(cores: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ from kvloom.checkpoints.footprint import kv_head_bytes
 from kvloom.checkpoints.lora import FIELD, AdapterFile
 from kvloom.checkpoints.lora_tensors import pairs_of
 from kvloom.checkpoints.source import WeightSource
-from kvloom.contract.errors import BadRequest, ModelError
+from kvloom.contract.errors import BadRequest, ModelError, OutOfMemory
 from kvloom.contract.messages import Progress
 from kvloom.rank.kernels import build, cpu_abi
 from kvloom.rank.kernels.backend import Choices, Floats, Head, Ints, Ragged
@@ -99,7 +99,7 @@ class CpuBackend:
         self.num_threads = options.num_threads or len(os.sched_getaffinity(0))
         self._model = self._lib.kvl_new(ctypes.byref(self._shape()))
         if not self._model:
-            raise ModelError("no memory for the CPU backend")
+            raise OutOfMemory(f"no memory, or no {self.num_threads} threads (ulimit -u, pids.max), for the CPU backend")
         self.isa = self._use(options.isa)
         self.kv_layout = f"cpu-{kv_dtype}-k2-v2-{_SUMS}-{weight_format}-{build.sums_of(self.isa)}"
         ropes = self._add_ropes(min(spec.max_seq_len, num_blocks * self.block_size))
@@ -201,23 +201,20 @@ class CpuBackend:
     def add_adapter(self, id: int, adapter: AdapterFile) -> int:
         """See kernels/backend.py. Its weights are held in 8 bits, or as bf16 where the model's linears are."""
         self._call = None
-        own = self._lib.kvl_adapter_new(self._model)
-        total = 0
+        own, total = None, 0
         try:
-            if own < 0:
-                raise BadRequest(FIELD, "no memory for the adapter")
+            own = self._lib.kvl_adapter_new(self._model)
             for name, pair in pairs_of(adapter):
                 linear, first, interleave = self._position_of[name]
                 a, b, (count, rank) = pair.a.ctypes.data, pair.b.ctypes.data, pair.b.shape
-                taken = self._lib.kvl_adapter_add(
+                total += self._lib.kvl_adapter_add(
                     self._model, own, linear, a, b, rank, count, pair.scale, first, interleave
                 )
-                if taken < 0:
-                    raise BadRequest(FIELD, "no memory for the adapter")
-                total += taken
-        except BadRequest:
-            if own >= 0:
+        except (BadRequest, MemoryError) as error:
+            if own is not None:
                 self._lib.kvl_adapter_free(self._model, own)
+            if isinstance(error, MemoryError):
+                raise BadRequest(FIELD, "no memory for the adapter") from None
             raise
         self._adapters[id] = own
         return total

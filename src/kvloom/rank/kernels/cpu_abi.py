@@ -3,6 +3,7 @@
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 INT8, INT4, BF16, INT8_32, INT8_MIN, INT5, INT6, IQ4, FP4, INT8_CHANNEL = range(10)
 NORM_QUANT, QUANT, LINEAR, ROPE_KV, ATTENTION, ROWS_NORM_QUANT, ADD_NORMED, ROUTE, EXPERTS_UP, EXPERTS_DOWN = range(10)
@@ -12,7 +13,7 @@ FROM_ATTENTION, FROM_MLP, FROM_GATE_UP, FROM_RESIDUAL = range(4)
 NORM_HEADS, NORM_ROWS = range(2)
 KV_BF16, KV_INT8 = range(2)
 NO_UNIT, TILES, PAIRS = range(3)
-NONE = -1
+NONE = OUT_OF_MEMORY = -1
 
 _POINTER, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
@@ -89,7 +90,7 @@ class DrawRules(ctypes.Structure):
 
 @cache
 def load(path: Path) -> ctypes.CDLL:
-    """The library with its functions' types declared. Calls release the interpreter lock."""
+    """The library with its functions' types declared. Calls release the interpreter lock, and raise MemoryError."""
     lib = ctypes.CDLL(str(path))
     signatures = {
         "kvl_isa": (ctypes.c_char_p, []),
@@ -97,7 +98,7 @@ def load(path: Path) -> ctypes.CDLL:
         "kvl_new": (_POINTER, [ctypes.POINTER(Shape)]),
         "kvl_free": (None, [_POINTER]),
         "kvl_add_linear": (_I32, [_POINTER, _I64, _I64, _I32]),
-        "kvl_set_format": (None, [_POINTER, _I32, _I64, _I32]),
+        "kvl_set_format": (_I32, [_POINTER, _I32, _I64, _I32]),
         "kvl_add_vector": (_I32, [_POINTER, _POINTER, _I64]),
         "kvl_add_mixture": (_I32, [_POINTER, ctypes.POINTER(Mixture)]),
         "kvl_allocate": (_I64, [_POINTER]),
@@ -115,8 +116,8 @@ def load(path: Path) -> ctypes.CDLL:
         "kvl_adapter_free": (None, [_POINTER, _I32]),
         "kvl_set_embed": (None, [_POINTER, _POINTER, _I32]),
         "kvl_add_rope": (_I32, [_POINTER, _POINTER, _I32]),
-        "kvl_set_program": (None, [_POINTER, ctypes.POINTER(Instruction), _I32]),
-        "kvl_step": (None, [_POINTER, ctypes.POINTER(Batch)]),
+        "kvl_set_program": (_I32, [_POINTER, ctypes.POINTER(Instruction), _I32]),
+        "kvl_step": (_I32, [_POINTER, ctypes.POINTER(Batch)]),
         "kvl_draw": (_I32, [_POINTER, _I64, ctypes.POINTER(DrawRules)]),
         "kvl_uniform": (ctypes.c_double, [ctypes.c_uint64, ctypes.c_uint64]),
         "kvl_probe_bandwidth": (ctypes.c_double, [_POINTER, _I64, _I32]),
@@ -124,4 +125,13 @@ def load(path: Path) -> ctypes.CDLL:
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
+        if result in (_I32, _I64, ctypes.c_double):
+            function.errcheck = _checked
     return lib
+
+
+def _checked(result: Any, function: Any, arguments: Any) -> Any:
+    """`result`, unless it says that there was not enough memory. Raises MemoryError."""
+    if result == OUT_OF_MEMORY:
+        raise MemoryError("there is not enough memory left for it")
+    return result

@@ -12,7 +12,6 @@ from kvloom.checkpoints.families.spec import DecoderSpec, Encoder, Rope
 from kvloom.checkpoints.footprint import STORED, UNQUANTISED_FORM
 from kvloom.checkpoints.quantized.forms import number_bits
 from kvloom.checkpoints.source import WeightSource
-from kvloom.contract.errors import ModelError
 from kvloom.contract.messages import Progress
 from kvloom.rank.kernels import cpu_abi
 from kvloom.rank.kernels.backend import Floats
@@ -118,8 +117,7 @@ class Packer:
 
     def fill(self, progress: Progress | None) -> None:
         """Read each tensor once, piece by piece, pack it and free it; several tensors at a time."""
-        if self._lib.kvl_allocate(self._model) < 0:
-            raise ModelError("no memory for the packed weights")
+        self._lib.kvl_allocate(self._model)
         shapes = self._spec.tensor_shapes()
         if self.embed.size and not self._spec.tie_embeddings:
             for at, values in self._weights.tensor("embed").float32_pieces():

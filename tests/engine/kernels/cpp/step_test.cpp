@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "plain.hpp"
+#include "shortage.hpp"
 
 struct FreeModel {
     void operator()(kvl_model* model) const { kvl_free(model); }
@@ -62,7 +63,7 @@ class Native {
         const kvl_batch batch{cache.data(), kBlocks, ids.data(), pos.data(), qstart.data(), table.data(), rows.data(),
                               int32_t(ids.size()), int32_t(parts.size()), kMaxBlocks, int32_t(rows.size()), tops.data(),
                               max_top, logits.data(), values.data(), top_ids.data(), nullptr, 0, nullptr};
-        kvl_step(model.get(), &batch);
+        near(kvl_step(model.get(), &batch), 0, 0, "step", 0, 0);
         const float* full = logits.data();
         double difference = 0, size = 1e-9;
         for (size_t r = 0; r < rows.size(); r++) {
@@ -85,6 +86,28 @@ class Native {
         }
         const double limit = plain.options.experts ? 0.05 : 0.02;  // of two nearly equal experts another may be chosen
         near(std::sqrt(difference / size), 0, limit, "share of the logits that differs", int64_t(rows.size()), 0);
+    }
+
+    // Draws a token for each of the tokens [from, until) of `part`, from all logits or from candidates; the allocation
+    // after `num_allowed` others fails. Returns what the step does.
+    int32_t draw(const Part& part, int num_allowed) {
+        const int32_t count = part.until - part.from;
+        std::vector<int32_t> pos(static_cast<size_t>(count)), rows(pos.size()), tops(pos.size()), tokens(pos.size());
+        std::iota(pos.begin(), pos.end(), part.from);
+        std::iota(rows.begin(), rows.end(), 0);
+        for (size_t r = 0; r < tops.size(); r++) tops[r] = r % 2 ? 3 : 0;
+        const std::vector<kvl_choice> choices(pos.size(), {1, 0.9f, 0, 7, 1});
+        const std::vector<int32_t> qstart{0, count};
+        std::vector<float> logits(pos.size() * kVocab), values(pos.size() * 3);
+        std::vector<int32_t> top_ids(values.size()), table(part.blocks);
+        table.resize(kMaxBlocks, -1);
+        const kvl_batch batch{cache.data(), kBlocks, part.ids->data() + part.from, pos.data(), qstart.data(), table.data(),
+                              rows.data(), count, 1, kMaxBlocks, count, tops.data(), 3, logits.data(), values.data(),
+                              top_ids.data(), nullptr, 0, nullptr, nullptr, nullptr, choices.data(), tokens.data()};
+        allocations_left = num_allowed;
+        const int32_t result = kvl_step(model.get(), &batch);
+        allocations_left = -1;
+        return result;
     }
 
   private:
@@ -223,6 +246,26 @@ static void test_steps(const Options& options) {
     }
 }
 
+// Whichever allocation of a step fails, the step says so, and the next one is right.
+static void test_shortage(const Options& options) {
+    const Plain plain(options);
+    Native native(plain);
+    const std::vector<int32_t> ids = random_ids(90);
+    const std::vector<Row> want = plain.forward(ids);
+    const std::vector<int32_t> blocks{5, 4, 3, 2, 1, 0};
+    int num_failed = 0;
+    for (int until : {2, 4, 80}) {  // on both sides of the limits of small steps and of fused ones
+        const Native::Part part{&ids, 0, until, blocks};
+        for (int num_allowed = 0, result = -1; result != 0; num_allowed += 1 + num_allowed / 8) {
+            result = native.draw(part, num_allowed);
+            near(result == 0 || result == -1, 1, 0, "result of a step short of memory", until, num_allowed);
+            num_failed += result != 0;
+            if (num_failed % 8 == 0) native.check({part}, {want}, 0);
+        }
+    }
+    near(num_failed > 20, 1, 0, "steps that failed", num_failed, 0);
+}
+
 // What has several threads, once with each form of the cache and once with all matrices apart; experts.
 static void test_threads() {
     for (int kv_format : {KVL_KV_BF16, KVL_KV_INT8}) test_steps({kv_format, 3, 0, false, true});
@@ -232,6 +275,7 @@ static void test_threads() {
 
 static void test_whole_steps() {
     test_threads();
+    for (int experts : {0, 5}) test_shortage({KVL_KV_BF16, 2, 0, true, false, false, experts});
     for (int kv_format : {KVL_KV_BF16, KVL_KV_INT8}) test_steps({kv_format, 1, 0, true, false});
     test_steps({KVL_KV_BF16, 2, 21, false, false});
     test_steps({KVL_KV_INT8, 2, 140, true, true});

@@ -8,7 +8,9 @@
  * Threads: kvl_fill_* may run in several threads at once for different rows. No other calls on one model may overlap.
  * Ownership: memory passed to kvl_adopt, kvl_set_embed and kvl_add_rope stays the caller's and must outlive the model;
  * memory passed to kvl_step must stay valid until it returns. The library copies everything else.
- * Errors: arguments are not checked.
+ * Errors: arguments are not checked. Functions that return a number return -1, and kvl_new null, when there is not enough
+ * memory, or no thread to be had; the model then is as before. A step that failed so may have written to its outputs and
+ * to the cache.
  */
 #ifndef KVLOOM_CPU_ABI_H
 #define KVLOOM_CPU_ABI_H
@@ -141,13 +143,13 @@ const char *kvl_isa(void);
 /* Makes later steps use this unit. Returns 1; or 0, without a change, if the build or the processor lacks it or the
  * system does not let this process use it. */
 int32_t kvl_use(kvl_model *model, int32_t unit);
-kvl_model *kvl_new(const kvl_shape *shape);
+kvl_model *kvl_new(const kvl_shape *shape); /* starts the threads of its steps */
 void kvl_free(kvl_model *model);
 int32_t kvl_add_linear(kvl_model *model, int64_t rows, int64_t cols, int32_t format);
 /* Holds channels from `first` on in `format`; `first` is a multiple of 32 and larger than in earlier calls. All formats
  * of one linear must read the same activations: KVL_INT8, KVL_INT8_CHANNEL and KVL_BF16 each read their own, the others
- * share theirs. */
-void kvl_set_format(kvl_model *model, int32_t linear, int64_t first, int32_t format);
+ * share theirs. Returns 0. */
+int32_t kvl_set_format(kvl_model *model, int32_t linear, int64_t first, int32_t format);
 int32_t kvl_add_vector(kvl_model *model, const float *values, int64_t count);
 /* A mixture of experts of one shape. Linear `first` + 2 e holds gate and up of expert e, the next one its down
  * projection. router: vector [num_experts][hidden, padded to a multiple of 64]; router_bias: [num_experts]; up_bias:
@@ -160,7 +162,7 @@ typedef struct {
     int32_t router, router_bias, up_bias, down_bias, shared;
 } kvl_mixture;
 int32_t kvl_add_mixture(kvl_model *model, const kvl_mixture *mixture); /* returns its index; before kvl_allocate */
-int64_t kvl_allocate(kvl_model *model); /* returns the bytes of packed weights, -1 = out of memory */
+int64_t kvl_allocate(kvl_model *model); /* returns the bytes of packed weights */
 
 /* Each thread has an arena of packed weights, a multiple of 64 bytes long. Another model with the same linears and
  * number of threads can use them as they are: `arenas` holds all of them in order, from an address that is a multiple
@@ -194,17 +196,17 @@ void kvl_set_embed(kvl_model *model, const uint16_t *embed, int32_t linear);
  * and then as many sines, for the first `dim` dimensions of each head; dim is a multiple of 32. It must outlive the
  * model. */
 int32_t kvl_add_rope(kvl_model *model, const float *table, int32_t dim);
-/* Creates an adapter that changes nothing yet. Returns its id, -1 = out of memory. */
+/* Creates an adapter that changes nothing yet. Returns its id. */
 int32_t kvl_adapter_new(kvl_model *model);
 /* Adds y += b (scale * (a x)) to the rows of `linear` that kvl_fill_f32 with the same `first` and `interleave` fills;
  * `first` is a multiple of 16. a: float [rank][cols], b: float [count][rank], all finite; rank is at most 512. Returns
- * the bytes used, -1 = out of memory. */
+ * the bytes used. */
 int64_t kvl_adapter_add(kvl_model *model, int32_t id, int32_t linear, const float *a, const float *b, int64_t rank,
                         int64_t count, float scale, int64_t first, int32_t interleave);
 void kvl_adapter_free(kvl_model *model, int32_t id);
 
-void kvl_set_program(kvl_model *model, const kvl_instruction *instructions, int32_t count);
-void kvl_step(kvl_model *model, const kvl_batch *batch);
+int32_t kvl_set_program(kvl_model *model, const kvl_instruction *instructions, int32_t count);
+int32_t kvl_step(kvl_model *model, const kvl_batch *batch); /* returns 0 */
 
 /* How a token is drawn. temperature > 0; top_p in (0, 1], 1 = off; min_p in [0, 1], 0 = off; point in [0, 1). */
 typedef struct {

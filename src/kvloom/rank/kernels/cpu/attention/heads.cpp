@@ -158,7 +158,7 @@ static int64_t read_all(const uint8_t* data, int64_t lines) {
     return kvl::sum(kvl::add(kvl::add(sums[0], sums[1]), kvl::add(sums[2], sums[3])));
 }
 
-double kvl_probe_bandwidth(kvl_model* model, int64_t bytes, int32_t repeats) {
+static double probe_bandwidth(kvl_model* model, int64_t bytes, int32_t repeats) {
     const kvl::HugeBuffer buffer(bytes);
     std::memset(buffer.as(), 1, size_t(bytes));  // pages never written would all map to one page of zeros
     std::atomic<int64_t> keep{0};  // uses the sums, so that compilers do not drop the reads
@@ -174,4 +174,8 @@ double kvl_probe_bandwidth(kvl_model* model, int64_t bytes, int32_t repeats) {
         best = std::max(best, double(bytes) / took.count());
     }
     return best;
+}
+
+double kvl_probe_bandwidth(kvl_model* model, int64_t bytes, int32_t repeats) {
+    return kvl::or_out_of_memory([=] { return probe_bandwidth(model, bytes, repeats); });
 }

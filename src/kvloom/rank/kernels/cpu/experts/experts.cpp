@@ -33,6 +33,7 @@ uint8_t* lay_out_experts(Scratch& s, const kvl_model& model, int64_t tokens, uin
     for (Activations& own : e.own) own = take_activations(at, kOwnTokens * per_token, channels);
     e.own_chosen.assign(size_t(threads), std::vector<Choice>(size_t(kOwnTokens * per_token)));
     e.groups.resize(size_t(threads));
+    for (Groups& groups : e.groups) groups.reserve(slots, experts);
     return at;
 }
 
@@ -204,6 +205,8 @@ void Step::down_panel(const kvl_instruction& instruction, int64_t group, int64_t
 }  // namespace kvl
 
 int32_t kvl_add_mixture(kvl_model* model, const kvl_mixture* mixture) {
-    model->mixtures.push_back(*mixture);
-    return int32_t(model->mixtures.size()) - 1;
+    return kvl::or_out_of_memory([=] {
+        model->mixtures.push_back(*mixture);
+        return int32_t(model->mixtures.size()) - 1;
+    });
 }

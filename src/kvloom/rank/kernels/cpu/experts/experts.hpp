@@ -76,6 +76,12 @@ struct Groups {
     int64_t slots() const { return int64_t(row.size()); }
     int64_t count(int64_t g) const { return begin[size_t(g + 1)] - begin[size_t(g)]; }
 
+    // Takes the memory that build() needs for so many slots and experts.
+    void reserve(int64_t slots, int64_t num_experts) {
+        for (std::vector<int32_t>* of_experts : {&expert, &begin, &counts}) of_experts->reserve(size_t(num_experts) + 1);
+        row.reserve(size_t(slots));
+        weight.reserve(size_t(slots));
+    }
     // Groups the rows by chosen[rows][per_token].
     void build(const Choice* chosen, int64_t rows, int per_token, int num_experts) {
         counts.assign(size_t(num_experts), 0);

@@ -169,7 +169,7 @@ void Step::shrink_tokens(int32_t linear, Span span, const Activations& x, int th
 }  // namespace kvl
 
 int32_t kvl_adapter_new(kvl_model* model) {
-    try {
+    return kvl::or_out_of_memory([=] {
         auto adapter = std::make_unique<kvl::Adapter>();
         adapter->linears.resize(model->linears.size());
         const auto free = std::find(model->adapters.begin(), model->adapters.end(), nullptr);
@@ -177,9 +177,7 @@ int32_t kvl_adapter_new(kvl_model* model) {
         if (free == model->adapters.end()) model->adapters.emplace_back();
         model->adapters[size_t(id)] = std::move(adapter);
         return id;
-    } catch (const std::bad_alloc&) {
-        return -1;
-    }
+    });
 }
 
 int64_t kvl_adapter_add(kvl_model* model, int32_t id, int32_t linear, const float* a, const float* b, int64_t rank,
@@ -191,18 +189,16 @@ int64_t kvl_adapter_add(kvl_model* model, int32_t id, int32_t linear, const floa
     const kvl::LoraInput input{{}, of.padded_cols, of.activation_format()};
     to.is_bf16 = input.is_bf16();
     const int64_t a_bytes = module.tiles() * input.tile_bytes(), b_bytes = module.halves() * module.half_bytes(to.is_bf16);
-    try {
+    return kvl::or_out_of_memory([&] {
         uint8_t* const own_a = adapter.take(a_bytes);
         uint8_t* const own_b = adapter.take(b_bytes);
         kvl::pack_a(own_a, module, of.cols, input);
         kvl::pack_b(own_b, module, to.is_bf16);
         to.parts.push_back(module.part(own_a, own_b, to));
-    } catch (const std::bad_alloc&) {
-        return -1;
-    }
-    to.h_bytes += module.tiles() * kvl::kLanes * (to.is_bf16 ? 4 : 1) + (to.is_bf16 ? 0 : int64_t(sizeof(kvl::IntHead)));
-    adapter.widest = std::max(adapter.widest, to.h_bytes);
-    return a_bytes + b_bytes;
+        to.h_bytes += module.tiles() * kvl::kLanes * (to.is_bf16 ? 4 : 1) + (to.is_bf16 ? 0 : int64_t(sizeof(kvl::IntHead)));
+        adapter.widest = std::max(adapter.widest, to.h_bytes);
+        return a_bytes + b_bytes;
+    });
 }
 
 void kvl_adapter_free(kvl_model* model, int32_t id) { model->adapters[size_t(id)].reset(); }

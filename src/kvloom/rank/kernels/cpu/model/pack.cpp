@@ -1,7 +1,7 @@
 // Declaring, allocating and packing a model's weights, and setting its program.
 #include <algorithm>
 #include <cmath>
-#include <new>
+#include <exception>
 
 #include "model/model.hpp"
 
@@ -159,29 +159,42 @@ void read_row(const Linear& linear, int64_t channel, float* out) {
 
 using kvl::kPad;
 
-kvl_model* kvl_new(const kvl_shape* shape) { return new (std::nothrow) kvl_model(*shape); }
+kvl_model* kvl_new(const kvl_shape* shape) {
+    try {
+        return new kvl_model(*shape);
+    } catch (const std::exception&) {  // std::bad_alloc, or std::system_error of a thread
+        return nullptr;
+    }
+}
 
 void kvl_free(kvl_model* model) { delete model; }
 
 int32_t kvl_add_linear(kvl_model* model, int64_t rows, int64_t cols, int32_t format) {
-    const int64_t panels = kvl::round_up(rows, kvl::kPanel) / kvl::kPanel;
-    kvl::Linear linear{rows, cols, kvl::round_up(cols, kPad), panels, {{0, format}}, {}};
-    linear.part.resize(size_t(model->pool.size()));
-    model->linears.push_back(std::move(linear));
-    return int32_t(model->linears.size()) - 1;
+    return kvl::or_out_of_memory([=] {
+        const int64_t panels = kvl::round_up(rows, kvl::kPanel) / kvl::kPanel;
+        kvl::Linear linear{rows, cols, kvl::round_up(cols, kPad), panels, {{0, format}}, {}};
+        linear.part.resize(size_t(model->pool.size()));
+        model->linears.push_back(std::move(linear));
+        return int32_t(model->linears.size()) - 1;
+    });
 }
 
-void kvl_set_format(kvl_model* model, int32_t linear, int64_t first, int32_t format) {
-    std::vector<kvl::Stretch>& stretches = model->linears[size_t(linear)].stretches;
-    if (first == 0) stretches.clear();
-    stretches.push_back({first / kvl::kPanel, format});
+int32_t kvl_set_format(kvl_model* model, int32_t linear, int64_t first, int32_t format) {
+    return kvl::or_out_of_memory([=] {
+        std::vector<kvl::Stretch>& stretches = model->linears[size_t(linear)].stretches;
+        if (first == 0) stretches.clear();
+        stretches.push_back({first / kvl::kPanel, format});
+        return 0;
+    });
 }
 
 int32_t kvl_add_vector(kvl_model* model, const float* values, int64_t count) {
-    std::vector<float> vector(size_t(kvl::round_up(count, kPad)), 0.0f);
-    std::copy(values, values + count, vector.begin());
-    model->vectors.push_back(std::move(vector));
-    return int32_t(model->vectors.size()) - 1;
+    return kvl::or_out_of_memory([=] {
+        std::vector<float> vector(size_t(kvl::round_up(count, kPad)), 0.0f);
+        std::copy(values, values + count, vector.begin());
+        model->vectors.push_back(std::move(vector));
+        return int32_t(model->vectors.size()) - 1;
+    });
 }
 
 int64_t kvl_arena_bytes(const kvl_model* model, int32_t thread) {
@@ -194,16 +207,14 @@ const uint8_t* kvl_arena(const kvl_model* model, int32_t thread) { return model-
 
 // Arenas need no slack at the end: micro-kernels prefetch beyond a panel, but do not read there.
 int64_t kvl_allocate(kvl_model* model) {
-    int64_t total = 0;
-    try {
+    return kvl::or_out_of_memory([=] {
+        int64_t total = 0;
         for (int t = 0; t < model->pool.size(); t++) {
             model->arenas.emplace_back(kvl_arena_bytes(model, t));
             total += kvl::lay_out(*model, t, model->arenas.back().as()) - model->arenas.back().as();
         }
-    } catch (const std::bad_alloc&) {
-        return -1;
-    }
-    return total;
+        return total;
+    });
 }
 
 // Casting const away is safe: only kvl_fill_* writes to arenas, and it must not be called for adopted ones.
@@ -235,17 +246,22 @@ void kvl_set_embed(kvl_model* model, const uint16_t* embed, int32_t linear) {
 }
 
 int32_t kvl_add_rope(kvl_model* model, const float* table, int32_t dim) {
-    model->ropes.push_back({table, dim});
-    return int32_t(model->ropes.size()) - 1;
+    return kvl::or_out_of_memory([=] {
+        model->ropes.push_back({table, dim});
+        return int32_t(model->ropes.size()) - 1;
+    });
 }
 
-void kvl_set_program(kvl_model* model, const kvl_instruction* instructions, int32_t count) {
-    model->program.assign(instructions, instructions + count);
-    model->last_attention = -1;
-    for (int32_t i = 0; i < count; i++)
-        if (instructions[i].kind == KVL_ATTENTION) model->last_attention = i;
-    model->turns.clear();
-    uint8_t turn = 0;
-    for (const kvl_instruction& i : model->program) model->turns.push_back(turn ^= kvl::is_quantising(i.kind));
-    model->next = std::vector<std::atomic<int64_t>>(size_t(model->counters()) * size_t(model->pool.size()));
+int32_t kvl_set_program(kvl_model* model, const kvl_instruction* instructions, int32_t count) {
+    return kvl::or_out_of_memory([=] {
+        model->program.assign(instructions, instructions + count);
+        model->last_attention = -1;
+        for (int32_t i = 0; i < count; i++)
+            if (instructions[i].kind == KVL_ATTENTION) model->last_attention = i;
+        model->turns.clear();
+        uint8_t turn = 0;
+        for (const kvl_instruction& i : model->program) model->turns.push_back(turn ^= kvl::is_quantising(i.kind));
+        model->next = std::vector<std::atomic<int64_t>>(size_t(model->counters()) * size_t(model->pool.size()));
+        return 0;
+    });
 }

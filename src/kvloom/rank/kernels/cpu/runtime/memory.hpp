@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <new>
 #include <utility>
 
 namespace kvl {
@@ -30,5 +31,15 @@ class HugeBuffer {
     uint8_t* at_ = nullptr;
     int64_t bytes_ = 0;
 };
+
+// What `work` returns, or -1 if there was not enough memory for it: no exception may leave the C interface.
+template <class Work>
+auto or_out_of_memory(const Work& work) -> decltype(work()) {
+    try {
+        return work();
+    } catch (const std::bad_alloc&) {
+        return -1;
+    }
+}
 
 }  // namespace kvl

@@ -1,6 +1,7 @@
 #include "runtime/pool.hpp"
 
 #include <climits>
+#include <system_error>
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -69,7 +70,13 @@ void Pool::Signal::sleep(uint32_t turn) {
 thread_local int Pool::barrier_spins = kMostSpins;
 
 Pool::Pool(int num_threads) : size_(num_threads), members_(size_t(num_threads)) {
-    for (int thread = 1; thread < size_; thread++) threads_.emplace_back([this, thread] { work(thread); });
+    try {
+        for (int thread = 1; thread < size_; thread++) threads_.emplace_back([this, thread] { work(thread); });
+    } catch (const std::system_error&) {  // there is no further thread: those that run end
+        region_.end(0);
+        for (std::thread& thread : threads_) thread.join();
+        throw;
+    }
 }
 
 Pool::~Pool() {

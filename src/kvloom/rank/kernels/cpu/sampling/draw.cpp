@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "isa/simd.hpp"
+#include "runtime/memory.hpp"
 
 namespace kvl {
 namespace {
@@ -179,7 +180,7 @@ double uniform(uint64_t seed, uint64_t position) {
 
 int32_t kvl_draw(const float* logits, int64_t count, const kvl_draw_rules* rules) {
     const kvl::TinyIsZero tiny;  // as in the threads of a step
-    return kvl::draw(logits, count, *rules);
+    return kvl::or_out_of_memory([=] { return kvl::draw(logits, count, *rules); });
 }
 
 double kvl_uniform(uint64_t seed, uint64_t position) { return kvl::uniform(seed, position); }

@@ -1,6 +1,7 @@
 #include "step/step.hpp"
 
 #include <algorithm>
+#include <new>
 #include <optional>
 
 #include "sampling/draw.hpp"
@@ -53,6 +54,7 @@ void Step::reserve() {
     const int64_t tokens = std::max<int64_t>(batch_.num_tokens, batch_.num_rows);
     if (tokens <= scratch_.capacity) return;
     const int64_t capacity = round_up(tokens, 64);
+    scratch_.capacity = 0;  // until there is memory again
     uint8_t* const nowhere = reinterpret_cast<uint8_t*>(kHugePage);  // to compute the size; it is not accessed
     scratch_.memory = HugeBuffer(lay_out(scratch_, model_, capacity, nowhere) - nowhere);
     lay_out(scratch_, model_, capacity, scratch_.memory.as());
@@ -320,12 +322,15 @@ void Step::keep_logits(int64_t row, int64_t channel, const float* logits, int th
 }
 
 // Runs after the head: merges the candidates of each row and, if the batch has choices, chooses its next token. Threads
-// take rows one by one, because those whose tokens are drawn from all logits take longest.
-void Step::choose_tokens() {
+// take rows one by one, because those whose tokens are drawn from all logits take longest. Memory is taken here alone
+// inside the pool's run(), which no exception may leave.
+void Step::choose_tokens() try {
     for (int64_t r; (r = next_row_.fetch_add(1, std::memory_order_relaxed)) < batch_.num_rows;) {
         if (batch_.tops[r] > 0) candidates_.merge(r, batch_.top_values + r * batch_.max_top, batch_.top_ids + r * batch_.max_top);
         if (batch_.choices) batch_.tokens[r] = choose_token(r);
     }
+} catch (const std::bad_alloc&) {
+    lacks_memory_.store(true, std::memory_order_relaxed);
 }
 
 int32_t Step::choose_token(int64_t row) const {
@@ -354,6 +359,7 @@ void run_step(kvl_model& model, const kvl_batch& batch) {
         model.pool.barrier(thread);
         rest->work({split, end}, thread);
     });
+    if (all.lacks_memory() || (rest && rest->lacks_memory())) throw std::bad_alloc();
 }
 
 }  // namespace kvl
@@ -367,4 +373,9 @@ int32_t kvl_use(kvl_model* model, int32_t unit) {
     return 1;
 }
 
-void kvl_step(kvl_model* model, const kvl_batch* batch) { kvl::run_step(*model, *batch); }
+int32_t kvl_step(kvl_model* model, const kvl_batch* batch) {
+    return kvl::or_out_of_memory([=] {
+        kvl::run_step(*model, *batch);
+        return 0;
+    });
+}

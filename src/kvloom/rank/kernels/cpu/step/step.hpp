@@ -44,6 +44,7 @@ class Step {
     // of the program's instructions in order.
     void begin(int thread);
     void work(Span instructions, int thread);
+    bool lacks_memory() const { return lacks_memory_.load(std::memory_order_relaxed); }  // its tokens are not chosen
 
   private:
     void reserve();
@@ -183,6 +184,7 @@ class Step {
     std::vector<int64_t> logits_index_;  // [num_rows] index in batch.logits of a row that returns all logits, else -1
     Candidates candidates_;       // of the other rows
     std::atomic<int64_t> next_row_{0};  // the next of batch_.num_rows rows whose token is to be chosen
+    std::atomic<bool> lacks_memory_{false};
     std::vector<LoraToken> tokens_;              // [num_tokens]; empty if the step has no adapter
     std::vector<const Adapter*> step_adapters_;  // the step's adapters, without duplicates
     // [num_tokens] indices of tokens: each thread's share is contiguous and sorted by adapter. Empty if tokens_ is.
@@ -190,7 +192,8 @@ class Step {
     int64_t lora_stride_ = 0;                    // bytes of a token's h; 0 if the step has no adapter
 };
 
-// Runs the whole program for a batch; leaves out what no requested logits or states depend on (step/asked.hpp).
+// Runs the whole program for a batch; leaves out what no requested logits or states depend on (step/asked.hpp). Throws
+// std::bad_alloc.
 void run_step(kvl_model& model, const kvl_batch& batch);
 
 }  // namespace kvl
