@@ -190,7 +190,7 @@ def test_a_device_with_torch_is_well():
         (
             {"cuda_devices": ("a",)},
             "cpu",
-            "the kernels for avx512 are here (/lib/x.so); CUDA (--device cuda --backend reference) must be asked for",
+            "the kernels for avx512 are here (/lib/x.so); CUDA (--device cuda --backend torch) must be asked for",
         ),
     ],
 )

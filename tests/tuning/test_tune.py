@@ -203,3 +203,22 @@ def test_the_command_writes_a_configuration_that_is_right(tmp_path):
     assert again.exit_code == 0, again.output
     points = json.loads((output / STATE).read_text())["points"]
     assert [p["max_batch"] for p in points][:3] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--backend", "nonsense"], "backend: must name a back end that is installed (default, auto, cpu, torch, "),
+        (["--config", "c.json", "--backend", "torch"], "--backend: has no effect beside --config, which names it in c"),
+        (["--config", "c.json", "--model", "smollm2"], "--model: has no effect beside --config, which names it in c"),
+        (["--backend", "mock", "--model", "smollm2"], "--model: has no effect with --backend mock, which has no"),
+    ],
+)
+@pytest.mark.parametrize("command", ["tune", "simulate"])
+def test_tune_and_simulate_name_back_ends_as_serve_does_and_refuse_idle_options(tmp_path, command, options, words):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(b'{"arrival_s": 0, "prompt_tokens": 9, "output_tokens": 7}\n')
+    where = ["--output", str(tmp_path / "out")] if command == "tune" else [str(trace)]
+    result = CliRunner().invoke(app, [command, *where, *options])
+    assert isinstance(result.exception, BadRequest)
+    assert str(result.exception).startswith(words)

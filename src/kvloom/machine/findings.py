@@ -38,7 +38,7 @@ def choose(facts: Facts) -> Choice:
     """The choice of "auto" for a model that the CPU kernels support."""
     isa = best_isa(facts.cpu_flags)
     others = " and ".join(
-        f"{name} (--device {kind} --backend reference)"
+        f"{name} (--device {kind} --backend torch)"
         for name, kind, found in (("CUDA", "cuda", facts.cuda_devices), ("NPU", "npu", facts.npu_devices))
         if found
     )

@@ -30,7 +30,7 @@ def open_ranks(
 ) -> RankExecutor:
     """Start the ranks of `config` and wait until the model is loaded. Raises ModelError. See RankExecutor."""
     if config.backend not in BACKENDS:
-        raise BadRequest("backend", f"must be one of {', '.join(BACKENDS)} here, got {config.backend!r}")
+        raise BadRequest("backend", f"must be auto, cpu, torch or mock here, got {config.backend!r}")
     return RankExecutor(_PROGRAM, config, eos_ids, progress)
 
 

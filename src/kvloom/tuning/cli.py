@@ -16,8 +16,11 @@ from rich.table import Table
 from kvloom.checkpoints.demo_models import find_model
 from kvloom.commands import finite
 from kvloom.contract.config import MAX_GAP_S, EngineConfig
+from kvloom.contract.errors import BadRequest
 from kvloom.engine.text.tokenizer import load_tokenizer
+from kvloom.server.config.backends import named_backend
 from kvloom.server.run.engine_settings import read_engine_config
+from kvloom.server.run.launch import DEMO_MODEL
 from kvloom.tuning import options
 from kvloom.tuning.dataset import MAX_ROW_TOKENS, RowRules, convert, read_rows, read_texts, write_rows
 from kvloom.tuning.engine_test import print_figures
@@ -58,8 +61,8 @@ def simulate(
     trace: Annotated[Path, typer.Argument(help="Requests: this project's or Mooncake's JSONL, or BurstGPT's CSV.")],
     times: options.Times = Path("step_times.json"),
     config: options.Config = None,
-    model: options.Model = "smollm2",
-    backend: options.Backend = "auto",
+    model: options.Model = None,
+    backend: options.Backend = None,
     max_batch: options.MaxBatch = None,
     max_tokens_per_step: options.MaxTokens = None,
     num_blocks: options.NumBlocks = None,
@@ -134,10 +137,19 @@ def _print_simulated(found: Simulated, wall_s: float, as_json: bool) -> None:
     console.print(", ".join(f"{name} {value}" for name, value in more.items()), highlight=False)
 
 
-def _engine_config(config: Path | None, model: str, backend: str) -> EngineConfig:
+def _engine_config(config: Path | None, model: str | None, backend: str | None) -> EngineConfig:
+    """The engine of a config.json, else of the options. Raises BadRequest for options that would have no effect."""
     if config is not None:
+        for name, value in (("--model", model), ("--backend", backend)):
+            if value is not None:
+                raise BadRequest(name, f"has no effect beside --config, which names it in {config}")
         return read_engine_config(config)
-    return EngineConfig(model="" if backend == "fake" else str(find_model(model)), backend=backend)
+    opened = named_backend(backend or "auto")
+    if opened == "fake":
+        if model is not None:
+            raise BadRequest("--model", "has no effect with --backend mock, which has no weights")
+        return EngineConfig(backend=opened)
+    return EngineConfig(model=str(find_model(model or DEMO_MODEL)), backend=opened)
 
 
 def _bar() -> Progress:
@@ -148,8 +160,8 @@ def _bar() -> Progress:
 def tune(
     output: Annotated[Path, typer.Option(help="Folder for results; an interrupted run goes on there.")] = Path("tune"),
     config: Annotated[Path | None, typer.Option(help="A config.json to begin with; else --model.")] = None,
-    model: Annotated[str, typer.Option(help="The model to tune without --config.")] = "smollm2",
-    backend: Annotated[str, typer.Option(help="auto, cpu, reference or fake, without --config.")] = "auto",
+    model: options.Model = None,
+    backend: options.Backend = None,
     lpot: Annotated[
         float | None, typer.Option(min=0.001, callback=finite, help="Longest mean ms of an output token.")
     ] = None,

@@ -13,8 +13,8 @@ _MEASURED = "Step times of an engine; measured and written when not there."
 
 Times = Annotated[Path, Option(help=_MEASURED)]
 Config = Annotated[Path | None, Option(help="A config.json; else the defaults and --model.")]
-Model = Annotated[str, Option(help="What is measured without --config.")]
-Backend = Annotated[str, Option(help="auto, cpu, reference or fake, without --config.")]
+Model = Annotated[str | None, Option(help="What is measured without --config; smollm2 unless given.")]
+Backend = Annotated[str | None, Option(help="auto, cpu, torch or mock, without --config.")]
 MaxBatch = Annotated[int | None, Option(min=1, help="Most requests in a step.")]
 MaxTokens = Annotated[int | None, Option(min=1, help="Most tokens of a step.")]
 NumBlocks = Annotated[int | None, Option(min=2, max=MAX_BLOCKS, help="KV blocks, instead of those measured.")]

@@ -85,7 +85,7 @@ def test_a_plug_in_that_cannot_be_imported_says_why_in_one_line(tmp_path, monkey
 
 
 def test_what_opens_ranks_itself_takes_no_plug_in():
-    with pytest.raises(BadRequest, match="backend: must be one of auto, cpu, reference, fake here, got 'abacus'"):
+    with pytest.raises(BadRequest, match="backend: must be auto, cpu, torch or mock here, got 'abacus'"):
         open_ranks(EngineConfig(model="m", backend="abacus"))
 
 
