@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import BadRequest
 from kvloom.engine.link import ranklog
 from kvloom.engine.link.rankargs import RankArguments, parse
 from kvloom.rank.fake import ByteTokenizer
@@ -87,6 +88,30 @@ def test_a_disk_that_has_room_again_is_told_with_what_was_lost(tmp_path, capsys)
         f"kvloom: {tmp_path}/x.log is written again; 3 lines were lost",
     ]
     assert (tmp_path / "x.log").read_text() == "kept\nkept too\n"
+
+
+def test_a_pipe_for_a_log_is_never_waited_for(tmp_path, capsys):
+    """Neither for a reader, nor for one that has stopped reading: a server would hang with all of its requests."""
+    pipe = tmp_path / "x.log"
+    os.mkfifo(pipe)
+    with pytest.raises(BadRequest, match=f"logPath: {pipe} cannot be written: it is a pipe that nobody reads"):
+        logs._file("logPath", pipe, LogConfig())
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    handler = logs._file("logPath", pipe, LogConfig())
+    for number in range(100):  # more than a pipe holds
+        handler.emit(logging.makeLogRecord({"msg": f"{number} {'x' * 2000}"}))
+    read = b""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            read += os.read(reader, 1 << 16)
+    assert read.startswith(b"0 xxx")
+    handler.emit(logging.makeLogRecord({"msg": "kept"}))
+    assert os.read(reader, 1 << 20).endswith(b"kept\n")
+    handler.close()
+    os.close(reader)
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == f"kvloom: {pipe} cannot be written: write could not complete without blocking"
+    assert re.fullmatch(f"kvloom: {pipe} is written again; [0-9]+ lines were lost", told[1])
 
 
 def test_the_python_log_is_a_file_of_its_own(tmp_path):

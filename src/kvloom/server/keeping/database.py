@@ -307,18 +307,20 @@ def _opened(path: Path) -> sqlite3.Connection:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
         raise UnusableFile(f"responseStore: {path} cannot be opened: {error.strerror}") from None
-    db = sqlite3.connect(path, timeout=0)
+    if not path.is_file():
+        raise UnusableFile(f"responseStore: {path} is no plain file")
     try:
-        return _prepared(db, path)
+        db = sqlite3.connect(path, timeout=0)
+        try:
+            return _prepared(db, path)
+        except BaseException:
+            db.close()
+            raise
     except sqlite3.Error as error:
-        db.close()
         if "locked" in str(error):
             raise UnusableFile(f"responseStore: {path} is in use by another server") from None
         hint = "move it away to begin a new one, or name another file"
         raise UnusableFile(f"responseStore: {path} cannot be used: {error}; {hint}") from None
-    except UnusableFile:
-        db.close()
-        raise
 
 
 def _prepared(db: sqlite3.Connection, path: Path) -> sqlite3.Connection:

@@ -1,8 +1,10 @@
 """Logging: the documented levels, two rotating files, and the request's id in every line."""
 
 import contextlib
+import errno
 import logging
 import os
+import stat
 import sys
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -105,8 +107,8 @@ def _file(name: str, path: Path, config: LogConfig) -> RotatingFileHandler:
 
 
 class _PrivateFile(RotatingFileHandler):
-    """Files that the owner writes and the group may read. Lines that a full disk refuses are lost, which is reported
-    once.
+    """Files that the owner writes and the group may read. Lines that a full disk, or pipe, refuses are lost, which is
+    reported once.
     """
 
     _num_lost = 0
@@ -136,4 +138,11 @@ class _PrivateFile(RotatingFileHandler):
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o640)
+    """A pipe is never waited for: neither for its reader, without whom this raises OSError, nor for room in it."""
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK, 0o640)
+    except OSError as error:
+        why = "it is a pipe that nobody reads" if error.errno == errno.ENXIO else error.strerror
+        raise OSError(error.errno, why, path) from None
+    os.set_blocking(descriptor, not stat.S_ISFIFO(os.fstat(descriptor).st_mode))
+    return descriptor

@@ -199,6 +199,14 @@ def test_a_file_of_something_else_and_a_damaged_one_are_refused(tmp_path: Path):
     assert noise.read_bytes().startswith(b"no database")
     with pytest.raises(UnusableFile, match="cannot be opened: No such file or directory"):
         ResponseStore(tmp_path / "nowhere" / "a.db")
+    os.mkfifo(tmp_path / "pipe")
+    for path, problem in (
+        (tmp_path / "pipe", "is no plain file"),
+        (Path("/dev/null"), "is no plain file"),
+        (Path("/proc/self/mem"), "cannot be used: disk I/O error; move it away"),
+    ):
+        with pytest.raises(UnusableFile, match=f"responseStore: {path} {problem}"):
+            ResponseStore(path)
     torn = tmp_path / "torn.db"
     store = ResponseStore(torn)
     for i in range(200):
