@@ -5,7 +5,8 @@ import os
 
 from kvloom.contract.errors import UserError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # raised by a write, without the file's name
+# raised without a file's name: a write for which there is no room, a descriptor that the system has not
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE)
 
 
 def reason_of(error: Exception) -> str:

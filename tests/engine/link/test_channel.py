@@ -1,5 +1,6 @@
 """Channel: messages arrive whole and in order, however the socket cuts them."""
 
+import fcntl
 import socket
 import struct
 import threading
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.engine.link.channel import Channel
+from kvloom.net.listening import allow_descriptors
 from tests.support.waiting import WAIT_S
 
 
@@ -101,3 +103,18 @@ def test_an_end_that_goes_while_it_is_sent_to_is_an_error(num_read: int) -> None
         with pytest.raises(OSError, match=r"."):
             Channel(ours, list[int]).send(MUCH)
         thread.join()
+
+
+def test_descriptors_have_any_number() -> None:
+    allow_descriptors()
+    ours, theirs = socket.socketpair()
+    with theirs, socket.socket(fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, 1024)) as high:
+        ours.close()
+        channel = Channel(high, list[int])
+        assert not channel.is_readable()
+        with pytest.raises(TimeoutError, match="no message within"):
+            channel.receive(0.01)
+        with pytest.raises(TimeoutError, match="nothing was read for"):
+            channel.send(MUCH, 0.01)
+        theirs.sendall(_wire([[7]]))
+        assert channel.receive(10**9) == [7]

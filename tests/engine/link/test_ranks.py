@@ -1,8 +1,10 @@
 """Tensor parallelism: several rank processes give the answers of one, and are restarted together when one dies."""
 
 import asyncio
+import contextlib
 import os
 import random
+import resource
 import signal
 import socket
 from dataclasses import replace
@@ -14,12 +16,13 @@ import torch
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.errors import BadRequest, ModelError
-from kvloom.contract.messages import RankInfo, RankMessage, RankSetup, Ready
+from kvloom.contract.messages import Batch, RankInfo, RankMessage, RankSetup, Ready
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.ranks import RankExecutor
 from kvloom.engine.thread import EngineThread
+from kvloom.net.listening import allow_descriptors
 from kvloom.rank.fake import ByteTokenizer, fake_answer
 from kvloom.rank.opening import open_engine, open_ranks
 from kvloom.rank.parallel.shard import ShardedWeights, shard_spec
@@ -121,6 +124,30 @@ def test_ranks_whose_caches_differ_are_refused(monkeypatch):
         open_ranks(EngineConfig(backend="fake", world_size=2), list)
     for end in ends:
         end.close()
+
+
+def test_a_process_that_the_system_refuses_is_told_as_such():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        highest = stack.enter_context(open(os.devnull, "rb")).fileno()
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, before[1]))
+        with pytest.raises(ModelError, match="failed: the system has no room for its process: Too many open files"):
+            open_ranks(EngineConfig(backend="fake"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_start_and_restart_in_a_process_with_thousands_of_open_files(ranks):
+    """A server has as many as clients are connected with it; select() of the C library knows 1,024."""
+    allow_descriptors()
+    with contextlib.ExitStack() as stack:
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull, "rb"))
+        executor = open_ranks(EngineConfig(backend="fake", num_blocks=8, world_size=ranks))
+        stack.callback(executor.close)
+        executor.restart()
+        executor.submit(Batch([], [], []))
+        assert executor.collect().samples == []
 
 
 @pytest.mark.parametrize(

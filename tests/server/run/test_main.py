@@ -235,6 +235,16 @@ def test_the_model_process_ends_with_a_server_that_is_killed():
         until(lambda: not Path(f"/proc/{rank}/cmdline").exists() or not Path(f"/proc/{rank}/cmdline").read_bytes())
 
 
+def test_a_server_that_ends_leaves_the_pid_file_that_another_one_has_written(tmp_path):
+    pid_file = tmp_path / "pid"
+    with serve(*MOCK, "--pid-file", str(pid_file)) as first:
+        with serve(*MOCK, "--pid-file", str(pid_file)) as second:
+            first.stop()
+            assert pid_file.read_text() == f"{second.process.pid}\n"
+            second.stop()
+        assert not pid_file.exists()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_server_that_is_killed_leaves_nothing_in_the_folder_of_temporary_files(tmp_path, ranks):
     config = mock_config(tmp_path, worldSize=ranks)

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -29,7 +28,7 @@ from kvloom.contract.messages import (
     UnloadAdapter,
 )
 from kvloom.engine.link import ranklog
-from kvloom.engine.link.channel import Channel
+from kvloom.engine.link.channel import Channel, ready_of
 from kvloom.engine.link.executor import RankDied
 from kvloom.engine.link.signals import signals_held_at_start
 from kvloom.engine.link.starting import ended, starting
@@ -185,7 +184,7 @@ class Host:
 
     def _select(self, timeout_s: float) -> list[Channel | socket.socket]:
         waited: list[Channel | socket.socket] = [self._channel, self._woken]
-        return select.select(waited, [], [], timeout_s)[0]
+        return ready_of(waited, timeout_s)
 
     def _receive(self) -> None:
         """Read one message into the backlog. Raises RankDied."""

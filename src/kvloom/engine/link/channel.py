@@ -3,11 +3,36 @@
 import select
 import socket
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from kvloom.contract.frames import FrameBuffer, frame
+
+_LONGEST_S = 86400.0  # what the system can be asked to wait
+
+
+class HasFileno(Protocol):
+    """A socket, or what has one."""
+
+    def fileno(self) -> int: ...
+
+
+Waited = TypeVar("Waited", bound=HasFileno)
+
+
+def ready_of(waited: Sequence[Waited], timeout_s: float | None, events: int = select.POLLIN) -> list[Waited]:
+    """Those at which one of `events` (or an error, or the end) is there within `timeout_s`, a day at most; None = wait
+    for ever.
+
+    Unlike select.select it takes descriptors from 1,024 on, which a server with many connections has.
+    """
+    poll = select.poll()
+    for each in waited:
+        poll.register(each, events)
+    found = {number for number, _ in poll.poll(None if timeout_s is None else min(timeout_s, _LONGEST_S) * 1000)}
+    return [each for each in waited if each.fileno() in found]
 
 
 class Channel:
@@ -41,11 +66,10 @@ class Channel:
             try:
                 data = data[self._sock.send(data, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
-                readable, writable, _ = select.select([self._sock], [self._sock], [], timeout_s)
-                if readable:
-                    self._fill_or_break()
-                elif not writable:
+                if not ready_of([self._sock], timeout_s, select.POLLIN | select.POLLOUT):
                     raise TimeoutError(f"nothing was read for {timeout_s:g} s") from None
+                if ready_of([self._sock], 0.0):
+                    self._fill_or_break()
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """The next message. Raises EOFError when the other end is gone, TimeoutError when it is silent."""
@@ -63,7 +87,7 @@ class Channel:
 
     def is_readable(self, timeout_s: float | None = 0.0) -> bool:
         """Whether bytes or the end of the stream arrive within `timeout_s`; None = wait for ever."""
-        return self.has_message or bool(select.select([self._sock], [], [], timeout_s)[0])
+        return self.has_message or bool(ready_of([self._sock], timeout_s))
 
     def close(self) -> None:
         """Close the socket; the other end reads the end of the stream."""

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import select
 import socket
 import subprocess
 import threading
@@ -32,7 +31,7 @@ from kvloom.contract.messages import (
     UnloadAdapter,
 )
 from kvloom.engine.link import ranklog
-from kvloom.engine.link.channel import Channel
+from kvloom.engine.link.channel import Channel, ready_of
 from kvloom.engine.link.executor import RankDied, max_submitted
 from kvloom.engine.link.rankargs import RankArguments
 from kvloom.engine.link.signals import signals_held_at_start
@@ -228,7 +227,7 @@ class RankExecutor:
         self, waiting: Sequence[Channel], timeout_s: float | None, why: str = ""
     ) -> Iterator[tuple[int, Any]]:
         """(rank, message) of the ranks that have a message. Raises RankDied; `why`: what it says of silence."""
-        ready = [channel for channel in waiting if channel.has_message] or select.select(waiting, [], [], timeout_s)[0]
+        ready = [channel for channel in waiting if channel.has_message] or ready_of(waiting, timeout_s)
         if not ready:
             raise RankDied(why or self._no_answer)
         for channel in ready:

@@ -95,18 +95,23 @@ def check_addresses(config: ServerConfig) -> None:
 
 @contextlib.contextmanager
 def _pid_file(path: Path | None) -> Iterator[None]:
-    """A context during which a file contains this process's id. Raises BadRequest when it cannot be written."""
+    """A context during which a file contains this process's id. Raises BadRequest when it cannot be written.
+
+    At the end it is removed, unless another process has written its own id there.
+    """
     if path is None:
         yield
         return
+    own = f"{os.getpid()}\n"
     try:
         if path.exists() and not path.is_file():  # it would be removed at the end: /dev/null
             raise BadRequest("pid-file", f"{path} is no plain file")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{os.getpid()}\n")
+        path.write_text(own)
     except OSError as error:
         raise BadRequest("pid-file", f"{path} cannot be written: {error.strerror}") from None
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        if path.is_file() and path.read_text(errors="replace") == own:
+            path.unlink(missing_ok=True)
