@@ -30,9 +30,12 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file of any size for reading; a pipe is read by read_bytes first. Raises the same errors."""
+    """Open a file of any size for reading; a pipe or a device, which may be endless, is read by read_bytes first.
+
+    Raises the same errors.
+    """
     file = _opened(path)
-    if not _is_pipe(file):
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     with file:
         return io.BytesIO(read_bytes(path))

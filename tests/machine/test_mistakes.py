@@ -124,6 +124,11 @@ def test_a_file_without_an_end_is_larger_than_it_may_be(folder):
     assert ended.stderr == "kvloom: /dev/zero: cannot be read: it is larger than 10485760 bytes\n"
 
 
+def test_rows_without_an_end_are_not_read_for_ever(folder):
+    ended = run_cli("tune", "--backend", "mock", "--data", "/dev/zero", "--output", "tuned")
+    assert ended.stderr.endswith("kvloom: /dev/zero: cannot be read: it is larger than 268435456 bytes\n")
+
+
 def test_a_file_that_cannot_be_is_one_line_of_the_daemon_too(folder):
     ended = run_main(daemon.main, "--config", LONG)
     assert ended.returncode == 1
