@@ -1,6 +1,7 @@
 """An error in a fleet.yaml names the path of the mistake; a fleet that cannot start says why in one line."""
 
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -10,10 +11,12 @@ import pytest
 
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.fleet import plan as plans
-from kvloom.fleet.args import Autoscaling, FleetArgs, parse_args, read_fleet_file
+from kvloom.fleet.args import Autoscaling, FleetArgs, HttpOptions, parse_args, read_fleet_file
 from kvloom.fleet.plan import Plan, layout_of, make_plan, refusal
 from kvloom.rank.kernels.build import ISAS
 from tests.support.configs import mock_document
+
+FLEET = "applications: [{import_path: 'kvloom.fleet.app:build', args: {backend: mock}}]"
 
 
 @pytest.mark.parametrize(
@@ -26,6 +29,12 @@ from tests.support.configs import mock_document
         ({"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}, "args.autoscaling.minReplicas: must be at most"),
         ({"router": {"policy": "random"}}, "args.router.policy: must be prefix or power-of-two, got 'random'"),
         ({"router": {"guardFactor": 0.5}}, "args.router.guardFactor: expected `float` >= 1"),
+        ({"replicas": 10**400}, "args.replicas: expected `int` <= 10000"),
+        ({"cpusPerRank": math.inf}, "args.cpusPerRank: expected `float` <= 1000000000"),
+        ({"gpusPerRank": math.inf}, "args.gpusPerRank: expected `float` <= 1000000000"),
+        ({"patienceS": math.nan}, "args.patienceS: expected `float` >= 0"),
+        ({"kvPoolGb": math.inf}, "args.kvPoolGb: expected `float` <= 1000000000"),
+        ({"mock": {"stepMs": math.inf}}, "args.mock.stepMs: expected `float` <= 1000000000"),
         ({"roles": {"prefill": 1, "decode": 1}}, "args.kvPool: must be true with roles"),
         ({"roles": {"prefill": 0, "decode": 1}}, "args.roles.prefill: expected `int` >= 1"),
         ({"roles": {"prefill": {}, "decode": 1}}, "args.roles.prefill: object missing required field `maxReplicas`"),
@@ -77,6 +86,11 @@ def test_so_many_replicas_answer_at_least_and_so_many_there_are_at_most(given, l
             "applications: [{import_path: 'kvloom.fleet.app:build', args: {replicas: -1}}]",
             "applications[0].args.replicas: expected `int` >= 1",
         ),
+        (f"{FLEET}\nhttp_options: [1]", "http_options: must be an object"),
+        (f"{FLEET}\nhttp_options: {{port: many}}", "http_options.port: expected `int | null`, got `str`"),
+        (f"{FLEET}\nhttp_options: {{port: true}}", "http_options.port: expected `int | null`, got `bool`"),
+        (f"{FLEET}\nhttp_options: {{port: 65536}}", "http_options.port: expected `int` <= 65535"),
+        (f"{FLEET}\nhttp_options: {{host: 5}}", "http_options.host: expected `str | null`, got `int`"),
         ("[" * 100_000, "is not valid YAML: it is nested deeper than 64"),
         ("a: 2026-99-99", "is not valid YAML: month must be in 1..12"),
         ("a: !!timestamp x", "is not valid YAML: "),
@@ -94,7 +108,7 @@ def test_a_wrong_file_is_told_with_the_path_of_its_mistake(tmp_path, text, probl
 
 def test_a_right_file_is_read():
     args, options = read_fleet_file(Path("tests/fleet/fleet.yaml"))
-    assert (args.backend, args.replicas, args.mock.step_ms, options) == ("fake", 2, 20, {})
+    assert (args.backend, args.replicas, args.mock.step_ms, options) == ("fake", 2, 20, HttpOptions())
 
 
 def test_a_missing_file_is_told():

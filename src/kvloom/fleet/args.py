@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -14,16 +14,19 @@ from kvloom.reading import read_bytes
 _MAX_BYTES = 10 << 20
 _MAX_DEPTH = 64
 _NOT_YAML = (ArithmeticError, AttributeError, LookupError, ValueError)  # PyYAML's, of a value that its tag does not fit
+Kind = TypeVar("Kind")
 _AT = re.compile(r" - at `\$(?P<path>.*)`\Z", re.DOTALL)
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-Amount = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]  # of replicas, as `kvloom simulate` has it
+Amount = Annotated[float, msgspec.Meta(ge=0, le=10**9)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class Scaling(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename="camel"):
     """Replicas between two bounds."""
 
-    max_replicas: Positive
-    min_replicas: Annotated[int, msgspec.Meta(ge=0)] = 1
+    max_replicas: Count
+    min_replicas: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 1
     up_delay_s: Amount = 5.0  # seconds that more replicas must be wanted before they are started
     down_delay_s: Amount = 300.0
 
@@ -45,16 +48,16 @@ class Roles(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     former.
     """
 
-    prefill: Positive | Autoscaling
-    decode: Positive | DecodeScaling
+    prefill: Count | Autoscaling
+    decode: Count | DecodeScaling
     threshold: Positive = 1024
 
 
 class RouterArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename="camel"):
     """See choice.Rules."""
 
-    guard_factor: Annotated[float, msgspec.Meta(ge=1)] = 2.0
-    guard_tokens: Annotated[int, msgspec.Meta(ge=0)] = 2048
+    guard_factor: Annotated[float, msgspec.Meta(ge=1, le=10**9)] = 2.0
+    guard_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 2048
     load_cost: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.15
     policy: str = "prefix"  # or power-of-two, Serve's own policy
 
@@ -77,20 +80,20 @@ class FleetArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename=
     max_seq_len: Positive | None = None
     max_batch: Positive | None = None
     num_blocks: Positive | None = None
-    replicas: Positive | None = None  # default 1, unless roles or autoscaling set it
+    replicas: Count | None = None  # default 1, unless roles or autoscaling set it
     autoscaling: Autoscaling | None = None
     roles: Roles | None = None
-    ingresses: Positive = 1
+    ingresses: Count = 1
     cpus_per_rank: Amount = 1.0
     gpus_per_rank: Amount = 0.0
     router: RouterArgs = RouterArgs()
     patience_s: Amount = 120.0
     grace_s: Amount = 30.0
     kv_pool: bool = False  # an EMS agent on each node holds blocks for all replicas there; found or started
-    kv_pool_gb: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # memory of an agent that is started
+    kv_pool_gb: Annotated[float, msgspec.Meta(gt=0, le=10**9)] = 1.0  # memory of an agent that is started
     mock: Mock | None = None
     host: str | None = None  # these two: address of Ray's proxy, for `kvloom fleet run`
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
+    port: Port | None = None
 
     @property
     def answering(self) -> int | Scaling:
@@ -114,16 +117,27 @@ class FleetArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename=
         return sum(kind.max_replicas if isinstance(kind, Scaling) else kind for kind in kinds)
 
 
+class HttpOptions(msgspec.Struct, frozen=True):
+    """Those of Ray's http_options that a server of its own has."""
+
+    host: str | None = None
+    port: Port | None = None
+
+
 def parse_args(given: Mapping[str, Any], above: str = "args") -> FleetArgs:
     """Raises BadRequest with the path of the wrong value; `above`: path of the arguments."""
+    # `serve run IMPORT_PATH key=value` passes strings
+    return _converted(given, FleetArgs, above, is_strict=False)
+
+
+def _converted(given: Mapping[str, Any], kind: type[Kind], above: str, is_strict: bool) -> Kind:
     try:
-        args = msgspec.convert(dict(given), FleetArgs, strict=False)  # `serve run IMPORT_PATH key=value` passes strings
+        return msgspec.convert(dict(given), kind, strict=is_strict)
     except msgspec.ValidationError as error:
         text = str(error)
         found = _AT.search(text)
         path = above + (found["path"] if found else "")
         raise BadRequest(path, _small(text[: found.start()] if found else text)) from None
-    return args
 
 
 def check_args(args: FleetArgs, above: str) -> None:
@@ -147,8 +161,8 @@ def check_args(args: FleetArgs, above: str) -> None:
         raise BadRequest(f"{above}.router.policy", f"must be prefix or power-of-two, got {args.router.policy!r}")
 
 
-def read_fleet_file(path: Path) -> tuple[FleetArgs, dict[str, Any]]:
-    """The arguments of the first application of a fleet.yaml, and its http_options. Raises BadRequest."""
+def read_fleet_file(path: Path) -> tuple[FleetArgs, HttpOptions]:
+    """The arguments of the only application of a fleet.yaml, and its http_options. Raises BadRequest."""
     try:
         document = _decoded(read_bytes(path, _MAX_BYTES))
     except OSError as error:
@@ -171,7 +185,8 @@ def read_fleet_file(path: Path) -> tuple[FleetArgs, dict[str, Any]]:
     options = document.get("http_options")
     if options is not None and not isinstance(options, dict):
         raise BadRequest(f"{path}: http_options", "must be an object")
-    return parse_args(given, f"{path}: applications[0].args"), options or {}
+    listening = _converted(options or {}, HttpOptions, f"{path}: http_options", is_strict=True)
+    return parse_args(given, f"{path}: applications[0].args"), listening
 
 
 def _decoded(text: bytes) -> Any:

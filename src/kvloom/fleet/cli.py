@@ -13,7 +13,7 @@ import typer
 
 from kvloom.commands import finite
 from kvloom.contract.errors import BadRequest, UserError
-from kvloom.fleet.args import FleetArgs, read_fleet_file
+from kvloom.fleet.args import FleetArgs, HttpOptions, read_fleet_file
 from kvloom.fleet.plan import make_plan
 from kvloom.server.config.settings import ServerConfig, Settings
 from kvloom.server.observe.logs import start_logging
@@ -28,7 +28,7 @@ app = typer.Typer(help="One model on many engines, with Ray Serve.", no_args_is_
 @app.command()
 def run(
     model: Annotated[str | None, typer.Argument(help="A folder, a .gguf file, or the name of a fetched model.")] = None,
-    replicas: Annotated[int | None, typer.Option(min=1, help="Engines, each with the whole model.")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, max=10_000, help="Engines, each with the whole model.")] = None,
     fleet: Annotated[Path | None, typer.Option(help="A fleet.yaml; the other options override it.")] = None,
     config: Annotated[Path | None, typer.Option(help="A config.json for every replica.")] = None,
     backend: Annotated[
@@ -36,15 +36,17 @@ def run(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = None,
-    cpus: Annotated[float | None, typer.Option(min=0, callback=finite, help="CPUs of a rank, in Ray's books.")] = None,
+    cpus: Annotated[
+        float | None, typer.Option(min=0, max=10**9, callback=finite, help="CPUs of a rank, in Ray's books.")
+    ] = None,
     dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard, on loopback.")] = False,
 ) -> None:
     """Start a Ray on this machine, serve MODEL on several engines, and end it all on Ctrl-C."""
-    args, options = read_fleet_file(fleet) if fleet else (FleetArgs(), {})
+    args, options = read_fleet_file(fleet) if fleet else (FleetArgs(), HttpOptions())
     given: dict[str, Any] = {"model": model, "replicas": replicas, "backend": backend, "cpus_per_rank": cpus}
     given |= {"config": str(config.resolve()) if config else None, "host": host, "port": port}
     args = msgspec.structs.replace(args, **{name: value for name, value in given.items() if value is not None})
-    listening = {name: options.get(name) for name in ("host", "port") if getattr(args, name) is None}
+    listening = {name: getattr(options, name) for name in ("host", "port") if getattr(args, name) is None}
     args = msgspec.structs.replace(args, **listening)
     plan = make_plan(args, is_behind_proxy=False)
     server = plan.config(platform.node())

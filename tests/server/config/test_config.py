@@ -324,6 +324,12 @@ def test_a_file_that_others_can_write_is_refused_with_the_command_that_mends_it(
         load_settings(write(tmp_path, SEED_LAYOUT, mode=0o666))
 
 
+@pytest.mark.parametrize(("path", "problem"), [("/tmp", "Is a directory"), ("/dev/zero", "it is larger than")])
+def test_nobody_is_told_to_change_the_rights_of_a_folder_or_device(path, problem):
+    with pytest.raises(BadRequest, match=f"^{path}: cannot be read: {problem}"):
+        load_settings(Path(path))
+
+
 def test_a_file_that_is_too_big_is_refused(tmp_path):
     with pytest.raises(BadRequest, match="is larger than 10485760 bytes"):
         load_settings(write(tmp_path, " " * (10 * 2**20 + 1)))

@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,7 +142,7 @@ def _read(path: Path, notes: list[str]) -> dict[str, Any]:
     """The JSON object in the file; `//` comments are allowed. Raises BadRequest."""
     try:
         status = path.stat()
-        if status.st_mode & 0o022:
+        if status.st_mode & 0o022 and not _is_device_or_folder(status.st_mode):
             raise BadRequest(str(path), "can be written by others; run: chmod 640 " + str(path))
         if status.st_mode & 0o004:
             notes.append(f"{path} can be read by everybody; run: chmod 640 {path}")
@@ -154,6 +155,11 @@ def _read(path: Path, notes: list[str]) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise BadRequest(str(path), "must hold a JSON object")
     return document
+
+
+def _is_device_or_folder(mode: int) -> bool:
+    """Whether a file of this mode cannot be read as a document anyway; nobody should change its rights for that."""
+    return stat.S_ISDIR(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
