@@ -34,6 +34,7 @@ ENGINES, PREFILL, INGRESS = "engines", "prefill", "ingress"
 _NAMESPACE = "kvloom"  # Ray namespace of our actors
 _ID_CHARS = 8  # characters of a node's id that are shown
 _DRAIN_POLL_S = 0.2
+_HEALTH_S = 10  # seconds; a replica that does not answer three checks in a row is ended
 _STATS_S = 1.0  # seconds between replicas' reports to routers
 
 
@@ -88,6 +89,7 @@ def _engines(
         "graceful_shutdown_timeout_s": args.grace_s,
         "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
         "health_check_period_s": 5,
+        "health_check_timeout_s": _HEALTH_S,
         "max_constructor_retry_count": 1,
         "request_router_config": _router_config(args),
         "ray_actor_options": {"num_cpus": args.cpus_per_rank, "num_gpus": args.gpus_per_rank},

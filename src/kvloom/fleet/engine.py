@@ -17,7 +17,7 @@ from kvloom.engine.feed import Feed
 from kvloom.engine.schedule.blocks import adapter_salt, extend_chain
 from kvloom.engine.stats import Stats
 from kvloom.fleet.args import FleetArgs
-from kvloom.fleet.figures import replica_figures, sum_of
+from kvloom.fleet.figures import Totals, replica_figures
 from kvloom.fleet.journey import MAX_MOVES, Journey, with_seed
 from kvloom.fleet.lost import Call, ReplicaLost
 from kvloom.fleet.mail.mailroom import Mailroom, Visit
@@ -89,6 +89,7 @@ class FleetEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._adapters = itertools.count(1)  # adapters; replicas number them in the same order
         self._is_closing = False
+        self._totals = Totals()
         self.num_moves, self.num_lost = 0, 0  # requests that continued on another replica, and requests that could not
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -115,8 +116,8 @@ class FleetEngine:
             raise Unavailable(_STOPPING if self._is_closing else _NOBODY)
 
     def stats(self) -> Stats:
-        """The sum of the replicas' last reports, up to two seconds old."""
-        return sum_of([view.stats["figures"] for view in self._ways.views if view.stats])
+        """The sum of the replicas' last reports, up to two seconds old; counters keep those of lost ones."""
+        return self._totals.sum(self._ways.views)
 
     def replicas(self) -> Sequence[ReplicaFigures]:
         """The report of each, by name."""

@@ -10,6 +10,7 @@ from kvloom.engine.stats import Stats
 from kvloom.fleet.routing.board import View
 from kvloom.server.serving.engine import ReplicaFigures
 
+_MOST_GONE = 100  # replicas that are remembered, because Serve may find one of them again
 _MEANS = ("decode_step_s", "prompt_token_s")
 _SUMS = [f.name for f in fields(Stats) if isinstance(f.default, int | float) and f.name not in _MEANS]
 
@@ -18,6 +19,32 @@ def told(stats: Stats) -> dict[str, Any]:
     """As plain values, which are sent to routers."""
     plain = {name: getattr(stats, name) for name in (*_SUMS, *_MEANS)}
     return plain | {"step_tokens": [stats.step_tokens.counts, stats.step_tokens.sum]}
+
+
+class Totals:
+    """Sums over replicas from report to report, in which a counter never falls: what replicas had counted stays when
+    they are gone. Owned by one engine.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, Mapping[str, Any]] = {}  # the last report of each replica
+        self._folded = told(sum_of([]))  # counters of those that have been gone for long
+
+    def sum(self, views: Sequence[View]) -> Stats:
+        """The sum with these replicas, and with the counters of all others that there were."""
+        self._last |= {view.id: view.stats["figures"] for view in views if view.stats}
+        present = {view.id for view in views}
+        gone = [id for id in self._last if id not in present]
+        for id in gone[:-_MOST_GONE]:
+            self._folded = told(sum_of([self._folded, _counters(self._last.pop(id))]))
+        reports = [each if id in present else _counters(each) for id, each in self._last.items()]
+        return sum_of([*reports, self._folded])
+
+
+def _counters(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with all gauges at 0."""
+    kept = {name: 0 for name in figures} | {name: figures[name] for name in figures if name.startswith("total_")}
+    return kept | {"step_tokens": figures["step_tokens"]}
 
 
 def sum_of(figures: Sequence[Mapping[str, Any]]) -> Stats:

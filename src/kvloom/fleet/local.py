@@ -26,6 +26,7 @@ _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # Serve opens further ports beside loopback
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # otherwise the machine's address is used instead of 127.0.0.1
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # otherwise one that hangs gets the grace period, too
     "RAY_worker_niceness": "0",  # otherwise 15, so that other work on the machine would delay requests
     "RAY_ENABLE_AUTO_CONNECT": "0",  # otherwise a handle's thread that outlives this Ray connects to another one
 }
