@@ -14,7 +14,7 @@ from tests.support.engine.engines import drain, engine_over, fake_engine, run_al
 def test_an_abort_frees_the_blocks_at_once_and_ends_the_request_once(steps_before):
     engine = fake_engine()
     engine.add(Request("a", prompt(9), GREEDY))
-    engine.add(Request("b", prompt(9), GREEDY))
+    engine.add(Request("b", prompt(9, 100), GREEDY))
     deltas = [delta for _ in range(steps_before) for delta in engine.step()]
     engine.abort("a")
     engine.abort("a")
@@ -24,7 +24,7 @@ def test_an_abort_frees_the_blocks_at_once_and_ends_the_request_once(steps_befor
     rest = drain(engine)
     assert [d.finish_reason for d in rest["a"] if d.finish_reason] == [FinishReason.ABORT]
     assert tokens_of([d for d in deltas if d.request_id == "b"] + rest["b"]) == truth(
-        Request("b", prompt(9), GREEDY), 12
+        Request("b", prompt(9, 100), GREEDY), 12
     )
 
 

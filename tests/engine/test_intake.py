@@ -120,7 +120,8 @@ async def read(engine: EngineThread, requests: list[Request]) -> list[tuple[int,
 def test_a_stream_gets_a_token_between_any_two_parts_of_a_large_request():
     async def body(engine: EngineThread, executor: Recorder) -> None:
         await begin_to_stream(engine, executor, 200)
-        reading = asyncio.create_task(read(engine, [request(f"r{i}", 100) for i in range(300)]))
+        prompts = [(1 + i // 100, 1 + i % 100, *[7] * 98) for i in range(300)]  # which share no block
+        reading = asyncio.create_task(read(engine, [Request(f"r{i}", ids, _params()) for i, ids in enumerate(prompts)]))
         await asyncio.sleep(0)
         executor.gate.set()
         deltas = await reading

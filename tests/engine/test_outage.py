@@ -32,7 +32,8 @@ def shy() -> ShyExecutor:
 
 
 def asked(name: str, num_tokens: int = 60, seed: int = 1) -> Request:
-    return Request(name, PROMPT, SamplingParams(seed=seed, ignore_eos=True, max_tokens=num_tokens))
+    """Requests of different names share no block."""
+    return Request(name, (ord(name[0]), *PROMPT), SamplingParams(seed=seed, ignore_eos=True, max_tokens=num_tokens))
 
 
 def truth(request: Request) -> list[int]:

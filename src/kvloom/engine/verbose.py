@@ -54,6 +54,8 @@ def _reason(seq: Seq, plan: Plan, pool: BlockPool, limits: Limits) -> str:
         return f"the batch of {limits.max_batch} is full"
     if not limits.is_continuous:
         return "the batch that runs must end first"
+    if _is_next_computed(seq, plan, pool):
+        return "the next part of its prompt is computed for another request"
     if num_needed > pool.num_free:
         return f"it needs {num_needed} blocks and {pool.num_free} are free"
     if num_prefills >= limits.prefill_slots:
@@ -61,3 +63,8 @@ def _reason(seq: Seq, plan: Plan, pool: BlockPool, limits: Limits) -> str:
     if sum(step.num_tokens for step in plan.steps) >= min(limits.max_tokens, limits.prefill_tokens):
         return "the tokens of the step are used up"
     return "decoding goes first, or the batch is held back to fill"
+
+
+def _is_next_computed(seq: Seq, plan: Plan, pool: BlockPool) -> bool:
+    lacked = seq.hashes[len(pool.match(seq.hashes)) :][:1] if seq.may_reuse else []
+    return any(key in step.seq.hashes for key in lacked for step in plan.steps)

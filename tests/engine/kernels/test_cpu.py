@@ -292,6 +292,13 @@ def test_a_token_is_drawn_as_in_plain_numpy(drawing, size, top_p, min_p):
                 assert drawing.draw(logits, temperature, top_p, min_p, point) == want
 
 
+def test_equally_likely_tokens_come_in_the_order_of_their_ids(drawing):
+    logits = np.round(np.random.default_rng(7).standard_normal(3000, np.float32), 1)
+    for point in np.linspace(0, 0.999, 40):
+        want = draw_plain(logits, 2.0, 0.999, 0, float(point))
+        assert drawing.draw(logits, 2.0, 0.999, 0, float(point)) == want
+
+
 def test_at_the_lowest_temperature_that_is_drawn_with_the_likeliest_token_comes(drawing):
     logits = 8 * np.random.default_rng(6).standard_normal(1000, np.float32)
     drawn = [drawing.draw(logits, GREEDY_BELOW, 1, 0, point) for point in (0.1, 0.5, 0.999)]

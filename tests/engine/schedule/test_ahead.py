@@ -202,7 +202,7 @@ def test_every_answer_is_the_same_with_and_without(fields):
 
 def test_it_is_counted_and_guesses_and_executors_that_overlap_nothing_go_step_by_step():
     def num_ahead(engine: Engine) -> tuple[int, bool]:
-        run_all(engine, Request("a", prompt(9), GREEDY), Request("b", prompt(5), DRAWN))
+        run_all(engine, Request("a", prompt(9), GREEDY), Request("b", prompt(5, 50), DRAWN))
         return engine.stats().total_steps_ahead, engine.stats().total_steps > 8
 
     assert num_ahead(fake_engine()) == (7, True)
@@ -311,7 +311,7 @@ def test_an_adapter_is_loaded_when_the_steps_under_way_have_ended(tmp_path):
 def test_what_a_step_brought_is_told_when_the_rank_is_found_dead_by_the_step_after_it(stop):
     engine, executor = mortal_engine()
     request = Request("a", prompt(5), replace(GREEDY, stop=stop))
-    other = Request("b", prompt(7), GREEDY)
+    other = Request("b", prompt(7, 50), GREEDY)
     engine.add(other)
     told = begun(engine, request)
     executor.die()

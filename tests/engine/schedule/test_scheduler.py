@@ -320,11 +320,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert [seq.id for seq in plan.preempted] == [seq.id for seq in reversed(running)][: len(plan.preempted)]
         admitted = [step.seq for step in plan.steps if step.seq not in running]
         waiting = [seq for seq in self.seqs if seq.status is Status.WAITING]
-        assert admitted == waiting[: len(admitted)], "a waiting sequence was overtaken"
+        last = waiting.index(admitted[-1]) if admitted else 0
+        passed = [seq for seq in waiting[:last] if seq not in admitted]
+        assert all(self.lacks_what_is_computed(seq, plan) for seq in passed), "a waiting sequence was overtaken"
+        assert [seq for seq in waiting if seq in admitted] == admitted
         assert not self.seqs or plan.steps or plan.preempted, "nobody advances"
         for step in plan.steps:
             assert step.start + step.num_tokens <= self.MAX_LENGTH
             assert step.seq not in running or step.start == step.seq.num_computed + step.seq.num_computing
+
+    def lacks_what_is_computed(self, seq: Seq, plan: Plan) -> bool:
+        """Whether the first block that it does not find is computed by this plan, or by one under way."""
+        steps = [step for each in (*self.under_way, plan) for step in each.steps if not is_stale(step) or each is plan]
+        computed = {
+            key
+            for step in steps
+            for key in step.seq.hashes[step.start // BLOCK : (step.start + step.num_tokens + BLOCK - 1) // BLOCK]
+        }
+        num_found = len(self.pool.match(seq.hashes))
+        return num_found < len(seq.hashes) and seq.hashes[num_found] in computed
 
     def judge_guesses(self, plan: Plan) -> None:
         """Checks that drafts are prefixes of those proposed, and that all else is planned as without drafts."""

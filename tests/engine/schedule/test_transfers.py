@@ -73,8 +73,11 @@ def test_others_are_admitted_past_a_loading_sequence_but_not_those_that_lack_the
     assert loads_of(begin(seqs[:2], pool, transfers)) == {}
     transfers.finish([Moved(1, 2)], True)
     plan = begin(seqs[:2], pool, transfers)
-    assert (loads_of(plan), counts(plan)) == ({1: 1}, {0: 4})
-    assert pool.num_holders(plan.loads[0].hits[0]) == 2
+    assert (loads_of(plan), counts(plan)) == ({}, {0: 4}), "0 computes the third block of 1"
+    end(seqs, plan, pool, transfers)
+    plan = begin(seqs[:2], pool, transfers)
+    assert (loads_of(plan), counts(plan)) == ({}, {0: 1, 1: 4})
+    assert pool.num_holders(plan.steps[1].hits[0]) == 2
 
 
 def test_loading_sequences_count_towards_max_batch():

@@ -66,17 +66,20 @@ class _Running(NamedTuple):
 def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits, now: Circumstances = PLAIN) -> Plan:
     """What the next model step computes. Reads `seqs` (arrival order) and `pool`, changes nothing.
 
-    Running sequences come first, in the policy's order (arrival by default); then waiting ones while blocks last, none
-    overtaking another. Decodes get their token before prefills share what is left of the budget. A running sequence
-    that finds no block preempts the last one; the first is never preempted, so some sequence always advances. A
-    preempted sequence is swapped out where `now.costs` say that this is cheaper than computing it again and the host
-    has room. Drafts get what budget and blocks are left over.
+    Running sequences come first, in the policy's order (arrival by default); then waiting ones in theirs, while blocks
+    last. Decodes get their token before prefills share what is left of the budget. A running sequence that finds no
+    block preempts the last one; the first is never preempted, so some sequence always advances. A preempted sequence is
+    swapped out where `now.costs` say that this is cheaper than computing it again and the host has room. Drafts get
+    what budget and blocks are left over.
 
     With `now.alone` that sequence, running or waiting, is the only one that computes or is admitted; others give up
     blocks for it if they must.
 
     A sequence that is computed whole (Seq.is_whole) joins a step that has room for all of it; one longer than any step
     gets a step of its own.
+
+    A waiting sequence whose next block is just being computed for another one waits for it; those behind it go on. So
+    the answers to one prompt, and prompts that begin alike, are not computed at once several times.
 
     With `now.asks_tier` a waiting sequence whose next block is not cached first asks the outer tier, once, for all
     blocks that it lacks. Others go on meanwhile, except those that would ask for the same block.
@@ -93,7 +96,8 @@ def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits, now: Circums
     if waiting and (alone is not None or may_admit(len(waiting), running.seqs, limits, now.oldest_wait_s)):
         budget = _budget(running, len(loading), pool, limits)
         coming = {key for seq in loading for key in seq.loading} if now.asks_tier else None
-        admitted, loads = _plan_waiting(waiting, budget, pool, limits, coming)
+        computed = _being_computed(running, limits) if may_hold(pool, limits, alone) else None
+        admitted, loads = _plan_waiting(waiting, budget, pool, limits, coming, computed)
         steps, num_free = steps + admitted, budget.num_free
     if alone is not None and waiting and ordered and not (steps or loads or loading):
         return _preempting([], ordered[-1:], pool, now.costs)
@@ -139,6 +143,26 @@ def may_admit(num_waiting: int, running: Sequence[Seq], limits: Limits, oldest_w
     if not limits.is_selecting:
         return True
     return num_waiting * limits.prefill_ms_per_seq >= len(running) * limits.decode_ms_per_seq
+
+
+def may_hold(pool: BlockPool, limits: Limits, alone: Seq | None) -> bool:
+    """Whether sequences may wait for blocks that others compute: they find them, and nothing else then delays them."""
+    return pool.is_caching and limits.is_continuous and not limits.is_selecting and alone is None
+
+
+def _being_computed(running: _Running, limits: Limits) -> set[bytes]:
+    """Hashes of blocks that running sequences compute in this step or in those under way."""
+    planned = {step.seq.id: step.num_tokens for step in running.steps}
+    return {
+        key
+        for seq in running.seqs
+        for key in _block_hashes(seq, seq.num_published, seq.next_start + planned.get(seq.id, 0), limits)
+    }
+
+
+def _block_hashes(seq: Seq, first: int, num_tokens: int, limits: Limits) -> list[bytes]:
+    """Hashes of its full blocks from `first` on that hold any of its first `num_tokens` tokens."""
+    return seq.hashes[first : num_blocks_of(num_tokens, limits.block_size)]
 
 
 def _ordered(seqs: list[Seq], key: Key | None) -> list[Seq]:
@@ -205,12 +229,18 @@ def _budget(running: _Running, num_loading: int, pool: BlockPool, limits: Limits
 
 
 def _plan_waiting(
-    waiting: Iterable[Seq], budget: _Budget, pool: BlockPool, limits: Limits, coming: set[bytes] | None
+    waiting: Iterable[Seq],
+    budget: _Budget,
+    pool: BlockPool,
+    limits: Limits,
+    coming: set[bytes] | None,
+    computed: set[bytes] | None,
 ) -> tuple[list[SeqStep], list[LoadStep]]:
     """Admit waiting sequences in order while `budget`, which shrinks, has room for all their known and promised tokens.
 
-    `coming`: hashes of blocks that are on their way from the outer tier; None = the tier is not asked. Returns the
-    steps of the admitted sequences, and the loads of those that ask the tier first.
+    `coming`: hashes of blocks that are on their way from the outer tier; None = the tier is not asked. `computed`: of
+    blocks that are being computed; None = nobody waits for those. Returns the steps of the admitted sequences, and the
+    loads of those that ask the tier first.
     """
     steps: list[SeqStep] = []
     loads: list[LoadStep] = []
@@ -221,6 +251,9 @@ def _plan_waiting(
         length = len(seq.token_ids)
         reusable = seq.hashes[: (length - 1) // block_size] if seq.may_reuse else []
         hits = pool.match(reusable)
+        lacked = [] if seq.host_blocks else reusable[len(hits) :]
+        if computed and lacked and lacked[0] in computed:
+            continue
         # cached blocks that nobody else holds are free now and become used
         taken = sum(pool.is_idle(block) for block in hits)
         if taken + num_blocks_of(length, block_size) - len(hits) > budget.num_free:
@@ -228,12 +261,11 @@ def _plan_waiting(
         promised = taken + max(0, _num_promised(seq, pool, limits) - len(hits))
         if promised > budget.num_spare:
             break
-        missing = [] if coming is None or seq.is_asked or seq.host_blocks else reusable[len(hits) :]
-        if coming is not None and missing:
-            if missing[0] not in coming:
-                loads.append(LoadStep(seq, tuple(hits), tuple(missing)))
-                coming.update(missing)
-                budget.num_free -= taken + len(missing)
+        if coming is not None and lacked and not seq.is_asked:
+            if lacked[0] not in coming:
+                loads.append(LoadStep(seq, tuple(hits), tuple(lacked)))
+                coming.update(lacked)
+                budget.num_free -= taken + len(lacked)
                 budget.num_spare -= promised
             continue
         start = max(len(hits) * block_size, seq.num_swapped)
@@ -244,6 +276,8 @@ def _plan_waiting(
             count = length - start  # longer than any step: gets one of its own
         need = num_blocks_of(start + count, block_size) - len(hits)
         steps.append(SeqStep(seq, start, count, need, tuple(hits)))
+        if computed is not None:
+            computed.update(_block_hashes(seq, len(hits), start + count, limits))
         budget.num_tokens = max(0, budget.num_tokens - count)
         budget.num_free -= taken + need
         budget.num_spare -= promised

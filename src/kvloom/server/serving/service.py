@@ -219,7 +219,7 @@ class _Tally:
     timing: Timing
     num_choices: int
     reasons: list[FinishReason] = field(default_factory=list)
-    num_cached: int = 0  # prompt tokens, of the choice with the most cached ones
+    num_cached: int = 0  # prompt tokens, of the choice with the fewest cached ones
     total_cached: int = 0  # tokens of all choices
     error: str = ""  # kind of the ServingError that ended it
 
@@ -230,7 +230,7 @@ class _Tally:
     def end(self, reason: FinishReason, num_cached: int) -> None:
         """A choice has ended."""
         self.reasons.append(reason)
-        self.num_cached = max(self.num_cached, num_cached)
+        self.num_cached = num_cached if len(self.reasons) == 1 else min(self.num_cached, num_cached)
         self.total_cached += num_cached
 
 

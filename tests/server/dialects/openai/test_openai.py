@@ -163,6 +163,13 @@ def test_cached_tokens_are_counted(server: FakeServer):
     assert usage["prompt_tokens_details"]["cached_tokens"] == len(prompt) // 16 * 16
 
 
+def test_of_several_answers_only_what_none_had_to_compute_counts_as_cached(server: FakeServer):
+    """The first one computes the prompt, and the others find it."""
+    counts = [server.complete("a prompt of which nobody has heard before, until now", n=4) for _ in range(2)]
+    cached = [each.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for each in counts]
+    assert cached == [0, 48]
+
+
 def test_models_are_listed_and_looked_up(server: FakeServer):
     listed = server.client.get("/v1/models").json()
     assert listed["object"] == "list"

@@ -45,7 +45,7 @@ class TokenCounts:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._num_output = [0] * generation.num_choices
-        self._num_cached = [0] * generation.num_choices
+        self._num_cached = [-1] * generation.num_choices  # -1 = not known yet
 
     def add(self, choice: int, delta: Delta) -> None:
         self._num_output[choice] += len(delta.token_ids)
@@ -53,13 +53,16 @@ class TokenCounts:
             self._num_cached[choice] = delta.num_cached_tokens
 
     def usage(self, num_reasoning: int = 0, choices: Sequence[int] | None = None) -> Usage:
-        """Of these choices, or of all. A prompt counts once, however many choices it has."""
+        """Of these choices, or of all. A prompt counts once, however many choices it has, and as cached counts what no
+        choice had to compute.
+        """
         given = range(len(self._num_output)) if choices is None else choices
         num_prompt, num_output = self._generation.num_prompt_tokens, sum(self._num_output[i] for i in given)
         cached: dict[int, int] = {}  # by the number of the prompt
         for choice in given:
-            prompt = choice // self._generation.best_of
-            cached[prompt] = max(cached.get(prompt, 0), self._num_cached[choice])
+            prompt, count = choice // self._generation.best_of, self._num_cached[choice]
+            if count >= 0:
+                cached[prompt] = min(cached.get(prompt, count), count)
         details = CachedTokens(sum(cached.values())), ReasoningTokens(num_reasoning)
         return Usage(num_prompt, num_output, num_prompt + num_output, *details)
 

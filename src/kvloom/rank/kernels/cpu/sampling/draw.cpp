@@ -7,6 +7,8 @@
 #include "sampling/draw.hpp"
 
 #include <algorithm>
+#include <array>
+#include <cstring>
 #include <vector>
 
 #include "isa/simd.hpp"
@@ -20,6 +22,8 @@ constexpr int kBlock = 64;  // tokens of a block: 4 vectors
 // that limit is multiplied by kNextShare.
 constexpr float kFirstShare = 1 / 8.0f;
 constexpr float kNextShare = 1 / 16.0f;
+constexpr size_t kFewTokens = 512;  // so few are sorted by comparing them
+constexpr int kDigitBits = 11;      // of a digit of the others' weights
 
 struct Block {
     float sum, largest;
@@ -124,6 +128,30 @@ double gather(const Weights& weights, float least, std::vector<Token>& tokens) {
     return total;
 }
 
+// Sorts by weight, the largest first; `tokens` come in the order of their ids, and those of equal weight stay so. A flat
+// distribution leaves all of the vocabulary to be sorted, so many are sorted by the bits of their weights, which are not
+// negative, a digit at a time from the last one on.
+void sort_by_weight(std::vector<Token>& tokens) {
+    if (tokens.size() <= kFewTokens) {
+        std::sort(tokens.begin(), tokens.end(),
+                  [](const Token& a, const Token& b) { return a.weight > b.weight || (a.weight == b.weight && a.id < b.id); });
+        return;
+    }
+    std::vector<Token> sorted(tokens.size());
+    for (int shift = 0; shift < 32; shift += kDigitBits) {
+        const auto digit = [shift](const Token& token) {
+            uint32_t bits;
+            std::memcpy(&bits, &token.weight, 4);
+            return ~bits >> shift & ((1u << kDigitBits) - 1);
+        };
+        std::array<uint32_t, (1u << kDigitBits) + 1> begin{};  // of the tokens with each digit
+        for (const Token& token : tokens) begin[digit(token) + 1]++;
+        for (size_t i = 1; i < begin.size(); i++) begin[i] += begin[i - 1];
+        for (const Token& token : tokens) sorted[begin[digit(token)]++] = token;
+        tokens.swap(sorted);
+    }
+}
+
 // The token at `point` of the kept weight: kept are the most likely tokens that together reach top_p of the total, and
 // of these the ones with at least min_p of the largest weight.
 int32_t pick_likely(const Weights& weights, float top_p, float min_p, double point) {
@@ -132,8 +160,7 @@ int32_t pick_likely(const Weights& weights, float top_p, float min_p, double poi
     float least = top_p < 1 ? std::max(kFirstShare, min_p) : min_p;
     while (gather(weights, least, tokens) < wanted && least > min_p)
         least = least < 1e-30f ? min_p : std::max(min_p, least * kNextShare);
-    std::sort(tokens.begin(), tokens.end(),
-              [](const Token& a, const Token& b) { return a.weight > b.weight || (a.weight == b.weight && a.id < b.id); });
+    sort_by_weight(tokens);
     double kept = 0;
     size_t count = 0;
     for (; count < tokens.size() && (top_p >= 1 || count == 0 || kept < wanted); count++) kept += double(tokens[count].weight);
