@@ -107,7 +107,7 @@ bool Serving::save(const Frame& frame) {
     const auto& offsets = wanted.offsets;
     std::transform(offsets.begin(), offsets.end(), areas.begin(), [&](int64_t at) { return arena_ + at; });
     size_t done = 0;
-    while (done < num && is_success(refused_)) {
+    while (done < num && is_success(last_status_)) {
         const Key* before = done > 0 ? wanted.keys + done - 1 : wanted.parent;
         Save part{wanted.keys + done,
                   wanted.lengths.data() + done,
@@ -126,10 +126,12 @@ bool Serving::save(const Frame& frame) {
                   nullptr};
         store(part);
         done += static_cast<size_t>(part.num_done);
-        refused_ = done > 0 ? statuses[done - 1] : kStored;
+        if (done > 0) {
+            last_status_ = statuses[done - 1];
+        }
     }
     handle_->glance.counts.add_saved(statuses.data(), done);
-    std::fill(statuses.begin() + static_cast<int64_t>(done), statuses.end(), refused_);
+    std::fill(statuses.begin() + static_cast<int64_t>(done), statuses.end(), last_status_);
     has_ended_ = wanted.is_last;
     is_in_batch_ = !wanted.is_last;
     held_bytes_ += wanted.bytes();
@@ -189,7 +191,7 @@ void Serving::end_batch() {
     unpin(batch_);
     batch_.clear();
     has_ended_ = false;
-    refused_ = kStored;
+    last_status_ = kStored;
     num_stored_ = largest_slot_ = 0;
 }
 

@@ -260,7 +260,7 @@ class Serving {
     std::vector<Id> batch_;  // the batch's blocks, pinned until rest() so that neither it nor the next one evicts them
     bool is_in_batch_ = false;  // the batch's next message is expected: work that can wait is not done
     bool has_ended_ = false;
-    uint8_t refused_ = kStored;  // status of the batch's last block that was tried; nothing follows a refused one
+    uint8_t last_status_ = kStored;  // status of the batch's last block that was tried; nothing follows a refused one
     // Memory that the client is writing to, and whose it is until its commit.
     struct Reserved {
         Key key;
