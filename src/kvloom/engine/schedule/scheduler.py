@@ -63,6 +63,13 @@ class _Running(NamedTuple):
     num_free: int  # free blocks left
 
 
+class _Coming(NamedTuple):
+    """Hashes of blocks that are on their way. A waiting sequence whose next block is among them waits for it."""
+
+    loaded: set[bytes] | None  # from the outer tier; None = the tier is not asked
+    computed: set[bytes] | None  # for other sequences; None = nobody waits for those
+
+
 def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits, now: Circumstances = PLAIN) -> Plan:
     """What the next model step computes. Reads `seqs` (arrival order) and `pool`, changes nothing.
 
@@ -95,9 +102,11 @@ def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits, now: Circums
     loading = [seq for seq in seqs if seq.status is Status.LOADING]
     if waiting and (alone is not None or may_admit(len(waiting), running.seqs, limits, now.oldest_wait_s)):
         budget = _budget(running, len(loading), pool, limits)
-        coming = {key for seq in loading for key in seq.loading} if now.asks_tier else None
-        computed = _being_computed(running, limits) if may_hold(pool, limits, alone) else None
-        admitted, loads = _plan_waiting(waiting, budget, pool, limits, coming, computed)
+        coming = _Coming(
+            {key for seq in loading for key in seq.loading} if now.asks_tier else None,
+            _being_computed(running, limits) if may_hold(pool, limits, alone) else None,
+        )
+        admitted, loads = _plan_waiting(waiting, budget, pool, limits, coming)
         steps, num_free = steps + admitted, budget.num_free
     if alone is not None and waiting and ordered and not (steps or loads or loading):
         return _preempting([], ordered[-1:], pool, now.costs)
@@ -229,18 +238,12 @@ def _budget(running: _Running, num_loading: int, pool: BlockPool, limits: Limits
 
 
 def _plan_waiting(
-    waiting: Iterable[Seq],
-    budget: _Budget,
-    pool: BlockPool,
-    limits: Limits,
-    coming: set[bytes] | None,
-    computed: set[bytes] | None,
+    waiting: Iterable[Seq], budget: _Budget, pool: BlockPool, limits: Limits, coming: _Coming
 ) -> tuple[list[SeqStep], list[LoadStep]]:
     """Admit waiting sequences in order while `budget`, which shrinks, has room for all their known and promised tokens.
 
-    `coming`: hashes of blocks that are on their way from the outer tier; None = the tier is not asked. `computed`: of
-    blocks that are being computed; None = nobody waits for those. Returns the steps of the admitted sequences, and the
-    loads of those that ask the tier first.
+    What they load and compute is added to `coming`. Returns the steps of the admitted sequences, and the loads of those
+    that ask the tier first.
     """
     steps: list[SeqStep] = []
     loads: list[LoadStep] = []
@@ -252,7 +255,7 @@ def _plan_waiting(
         reusable = seq.hashes[: (length - 1) // block_size] if seq.may_reuse else []
         hits = pool.match(reusable)
         lacked = [] if seq.host_blocks else reusable[len(hits) :]
-        if computed and lacked and lacked[0] in computed:
+        if coming.computed and lacked and lacked[0] in coming.computed:
             continue
         # cached blocks that nobody else holds are free now and become used
         taken = sum(pool.is_idle(block) for block in hits)
@@ -261,10 +264,10 @@ def _plan_waiting(
         promised = taken + max(0, _num_promised(seq, pool, limits) - len(hits))
         if promised > budget.num_spare:
             break
-        if coming is not None and lacked and not seq.is_asked:
-            if lacked[0] not in coming:
+        if coming.loaded is not None and lacked and not seq.is_asked:
+            if lacked[0] not in coming.loaded:
                 loads.append(LoadStep(seq, tuple(hits), tuple(lacked)))
-                coming.update(lacked)
+                coming.loaded.update(lacked)
                 budget.num_free -= taken + len(lacked)
                 budget.num_spare -= promised
             continue
@@ -276,8 +279,8 @@ def _plan_waiting(
             count = length - start  # longer than any step: gets one of its own
         need = num_blocks_of(start + count, block_size) - len(hits)
         steps.append(SeqStep(seq, start, count, need, tuple(hits)))
-        if computed is not None:
-            computed.update(_block_hashes(seq, len(hits), start + count, limits))
+        if coming.computed is not None:
+            coming.computed.update(_block_hashes(seq, len(hits), start + count, limits))
         budget.num_tokens = max(0, budget.num_tokens - count)
         budget.num_free -= taken + need
         budget.num_spare -= promised
