@@ -263,6 +263,16 @@ def test_credentials_are_made_for_an_agent_and_opened_by_their_key(tmp_path):
             assert agent.node.pool("a").usage()["blocks"] == 1
 
 
+def test_a_key_that_cannot_be_kept_leaves_the_old_one_valid(tmp_path):
+    file = tmp_path / "credentials.json"
+    assert run("credentials", str(file), "--access-id=a").exit_code == 0
+    before = file.read_bytes()
+    for key in (file, tmp_path):
+        refused = run("credentials", str(file), "--access-id=a", f"--key-file={key}")
+        assert (refused.exit_code, str(key) in refused.output) == (1, True)
+        assert file.read_bytes() == before
+
+
 def test_a_socket_is_for_whom_it_is_said_to_be(tmp_path):
     path = tmp_path / "made" / "ems.sock"
     with running_agent(socket=path, socket_mode=0o666):

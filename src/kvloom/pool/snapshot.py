@@ -54,7 +54,7 @@ class Snapshots:
         self._is_closing = False
         self._reading = threading.Lock()  # held by `restore`
         # files that are not used up -> where their first unread record begins
-        self._unread = dict.fromkeys(sorted(folder.glob("*.ems")), 0)
+        self._unread = dict.fromkeys((path for path in sorted(folder.glob("*.ems")) if path.is_file()), 0)
 
     def write(self, node: Node) -> int:
         """Write all blocks of all tenants. Returns how many; what cannot be written is logged and left out."""

@@ -24,13 +24,15 @@ def credentials(
             raise ValueError("access_id: must be 1 to 512 characters of 0-9 a-z . - _")
         if problem := problem_of_tenant(tenant or access_id):
             raise ValueError(f"tenant: {problem}")
+        if key_file is not None and key_file.resolve() == file.resolve():
+            raise ValueError(f"--key-file: {key_file} is the file of credentials")
         known = read_credentials(file) if file.exists() else []
         access_key = secrets.token_hex(32)
         fresh = new_credential(access_id, tenant or access_id, access_key)
-        write_credentials(file, [*(each for each in known if each.access_id != access_id), fresh])
-        if key_file is not None:
+        if key_file is not None:  # before the old key ends
             write_private(key_file, f"{access_key}\n".encode())
-        else:
+        write_credentials(file, [*(each for each in known if each.access_id != access_id), fresh])
+        if key_file is None:
             typer.echo(access_key)
     except (OSError, ValueError) as error:
         typer.echo(f"kvloom pool credentials: {problem_of(error) or error}", err=True)
