@@ -54,7 +54,7 @@ def _reason(seq: Seq, plan: Plan, pool: BlockPool, limits: Limits) -> str:
         return f"the batch of {limits.max_batch} is full"
     if not limits.is_continuous:
         return "the batch that runs must end first"
-    if _is_next_computed(seq, plan, pool):
+    if _is_next_computed(seq, plan, pool, limits.block_size):
         return "the next part of its prompt is computed for another request"
     if num_needed > pool.num_free:
         return f"it needs {num_needed} blocks and {pool.num_free} are free"
@@ -65,6 +65,7 @@ def _reason(seq: Seq, plan: Plan, pool: BlockPool, limits: Limits) -> str:
     return "decoding goes first, or the batch is held back to fill"
 
 
-def _is_next_computed(seq: Seq, plan: Plan, pool: BlockPool) -> bool:
-    lacked = seq.hashes[len(pool.match(seq.hashes)) :][:1] if seq.may_reuse else []
-    return any(key in step.seq.hashes for key in lacked for step in plan.steps)
+def _is_next_computed(seq: Seq, plan: Plan, pool: BlockPool, block_size: int) -> bool:
+    reusable = seq.reusable(block_size)
+    lacked = reusable[len(pool.match(reusable)) :]
+    return bool(lacked) and any(lacked[0] in step.seq.hashes for step in plan.steps)

@@ -1,5 +1,6 @@
 """Sequences whose prompts begin alike: each block is computed once, however many of them come at once."""
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -88,3 +89,14 @@ def test_answers_to_one_prompt_are_those_of_each_alone_and_its_blocks_are_comput
     found = run_all(engine, *requests)
     assert [tokens_of(found[request.id]) for request in requests] == [truth(request, 12) for request in requests]
     assert engine.stats().total_cached_tokens == 4 * 8
+
+
+def test_the_log_says_for_what_a_request_waits(caplog):
+    engine = fake_engine()
+    for name in "ab":
+        engine.add(Request(name, prompt(9), SamplingParams(max_tokens=2)))
+    with caplog.at_level(logging.DEBUG, "kvloom.engine.verbose"):
+        engine.step()
+    assert (
+        caplog.messages[-1] == "b waits, and 0 behind it: the next part of its prompt is computed for another request"
+    )

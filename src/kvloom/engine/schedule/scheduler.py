@@ -252,7 +252,7 @@ def _plan_waiting(
         if len(steps) + len(loads) >= budget.num_seqs or budget.num_tokens == 0:
             break
         length = len(seq.token_ids)
-        reusable = seq.hashes[: (length - 1) // block_size] if seq.may_reuse else []
+        reusable = seq.reusable(block_size)
         hits = pool.match(reusable)
         lacked = [] if seq.host_blocks else reusable[len(hits) :]
         if coming.computed and lacked and lacked[0] in coming.computed:

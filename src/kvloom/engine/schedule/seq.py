@@ -55,6 +55,10 @@ class Seq:
         """The blocks of block_table that it still holds."""
         return self.block_table[self.num_dropped :] if self.num_dropped else self.block_table
 
+    def reusable(self, block_size: int) -> list[bytes]:
+        """Hashes of the blocks that it may find computed: its last token is computed in any case."""
+        return self.hashes[: (len(self.token_ids) - 1) // block_size] if self.may_reuse else []
+
     @property
     def num_pending(self) -> int:
         """Tokens that are known, but neither computed nor under way; 1 while decoding."""
