@@ -39,12 +39,14 @@ demo: install
 test: setup
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 6 $(if $(CI),--randomly-seed=1)
 
-# For clients that need other versions than the tests: an environment over the project's, its own packages first.
+# For clients that need other versions than the tests: an environment over the project's, its own packages first. Some of
+# them leave connections open at their end.
 compat: setup
 	$(PY) -m venv .venv-compat
 	.venv-compat/bin/pip install -q --disable-pip-version-check -r tests/compat/requirements.txt
 	$(BIN)/python -c 'import site; print(*site.getsitepackages())' > `echo .venv-compat/lib/python*/site-packages`/project.pth
-	PYTHONPATH=src:. .venv-compat/bin/python -m pytest tests/compat/test_frameworks.py
+	PYTHONPATH=src:. .venv-compat/bin/python -m pytest -W ignore::ResourceWarning \
+	  -W ignore::pytest.PytestUnraisableExceptionWarning tests/compat/test_frameworks.py
 
 # vLLM's CPU build (its CUDA build needs a GPU) beside what kvloom needs, in an environment of its own; over it run the
 # tests of dialects, of their clients and of the wire's shapes that otherwise run over the mock, and its own

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tests.support.servers import MODEL, FakeServer
 
 instructor = pytest.importorskip("instructor", reason="needs openai 2: run by `make compat`")
+instructor_core = pytest.importorskip("instructor.core", reason="needs openai 2: run by `make compat`")
 langchain = pytest.importorskip("langchain_openai", reason="run by `make compat`")
 langchain_ollama = pytest.importorskip("langchain_ollama", reason="run by `make compat`")
 litellm = pytest.importorskip("litellm", reason="run by `make compat`")
@@ -35,7 +36,7 @@ def test_instructor(server: FakeServer, mode: str, model: type[BaseModel]):
         f"openai/{MODEL}", base_url=server.url + "/v1", api_key="none", mode=instructor.Mode[mode]
     )
     for _ in range(30):  # in JSON mode the mock's random object may be cut by max_tokens
-        with contextlib.suppress(instructor.exceptions.IncompleteOutputException):
+        with contextlib.suppress(instructor_core.IncompleteOutputException):
             answer = client.create(response_model=model, messages=MESSAGES, max_tokens=200, max_retries=30)
             break
     assert isinstance(answer, model)
