@@ -92,7 +92,7 @@ class Native {
     // after `num_allowed` others fails. Returns what the step does.
     int32_t draw(const Part& part, int num_allowed) {
         const int32_t count = part.until - part.from;
-        std::vector<int32_t> pos(static_cast<size_t>(count)), rows(pos.size()), tops(pos.size()), tokens(pos.size());
+        std::vector<int32_t> pos(static_cast<size_t>(count)), rows(pos.size()), tops(pos.size()), tokens(pos.size(), -1);
         std::iota(pos.begin(), pos.end(), part.from);
         std::iota(rows.begin(), rows.end(), 0);
         for (size_t r = 0; r < tops.size(); r++) tops[r] = r % 2 ? 3 : 0;
@@ -107,6 +107,7 @@ class Native {
         allocations_left = num_allowed;
         const int32_t result = kvl_step(model.get(), &batch);
         allocations_left = -1;
+        if (result == 0) near(double(std::count(tokens.begin(), tokens.end(), -1)), 0, 0, "tokens that a step has not drawn", count, num_allowed);
         return result;
     }
 
