@@ -12,10 +12,11 @@ import pytest
 INTERRUPT = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
 MAIN = "def main():\n    return 3\n"
 PLACES = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
+PLAIN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # also where the tests ignore it
 COMMAND = "import sys; from kvloom.entry import run; sys.exit(run('program:main'))"
 
 
-def run_program(folder: Path, text: str, before: str = "") -> tuple[int, str]:
+def run_program(folder: Path, text: str, before: str = PLAIN) -> tuple[int, str]:
     """Exit status, and what it says on stderr."""
     (folder / "program.py").write_text(text)
     command = [sys.executable, "-c", f"import sys; sys.path.append({str(folder)!r}); {before}{COMMAND}"]
