@@ -307,6 +307,7 @@ class Engine:
         tell_plan(plan, self._seqs, self._pool, self._limits)
         copies = swap_out(plan, self._pool)
         work = apply_step(plan, self._pool)
+        self._transfers.save_missing(plan.steps)
         self._transfers.load(plan.loads, self._clock())
         batch = Batch(self._introduce(plan), work, self._dropped, copies, *self._transfers.take_new())
         self._under_way.append(plan)

@@ -177,6 +177,59 @@ def test_saves_hold_a_quarter_of_the_blocks_and_a_tier_that_is_down_gets_none():
     assert (transfers.may_ask(is_idle=False), transfers.may_ask(is_idle=True)) == (False, True)
 
 
+def compute(seq: Seq, pool: BlockPool, transfers: Transfers) -> list[bytes]:
+    """Computes `seq` in one step and ends it. Returns the keys that were given to the tier for it."""
+    plan = plan_step([seq], pool, LIMITS)
+    apply_step(plan, pool)
+    transfers.save_missing(plan.steps)
+    end([seq], plan, pool, transfers)
+    release_seq(seq, pool, Status.FINISHED)
+    return [key for save in transfers.take_new()[1] for key in save.keys]
+
+
+def test_cached_blocks_that_a_tier_did_not_get_are_saved_when_they_are_next_used():
+    pool = BlockPool(32)
+    transfers = Transfers(pool, 1.0)
+    transfers.finish([], False)
+    seqs = [make_seq(i, 12) for i in range(5)]
+    assert compute(seqs[0], pool, transfers) == []
+    assert compute(seqs[1], pool, transfers) == [], "it is down"
+    transfers.finish([], True)
+    assert compute(seqs[2], pool, transfers) == seqs[2].hashes[:2]
+    assert compute(seqs[3], pool, transfers) == [], "it has them, or is getting them"
+    transfers.finish([Moved(1, 2)], True)
+    transfers.finish([], False)
+    transfers.finish([], True)
+    assert compute(seqs[4], pool, transfers) == seqs[4].hashes[:2], "it may have lost them"
+
+
+def test_what_exceeded_the_share_for_saves_is_saved_when_it_is_next_used():
+    pool = BlockPool(16)
+    transfers = Transfers(pool, 1.0)
+    seqs = [make_seq(i, 26) for i in range(3)]
+    assert compute(seqs[0], pool, transfers) == seqs[0].hashes[:4]
+    transfers.finish([Moved(1, 4)], True)
+    assert compute(seqs[1], pool, transfers) == seqs[1].hashes[4:6]
+    transfers.finish([Moved(2, 1)], True)
+    assert compute(seqs[2], pool, transfers) == [], "a tier without room is not asked again"
+
+
+def test_a_block_with_new_contents_is_saved_and_a_loaded_one_is_not():
+    pool = BlockPool(4)
+    transfers = Transfers(pool, 1.0)
+    first, other = make_seq(0, 6), make_seq(1, 6, first=50)
+    assert compute(first, pool, transfers) == first.hashes
+    transfers.finish([Moved(1, 1)], True)
+    pool.release(pool.allocate(4) or [])  # evicts everything
+    assert compute(other, pool, transfers) == other.hashes
+    transfers.finish([Moved(2, 1)], True)
+    loaded = make_seq(2, 6, first=90)
+    begin([loaded], pool, transfers)
+    (load,) = transfers.take_new()[0]
+    transfers.finish([Moved(load.id, 1)], True)
+    assert compute(loaded, pool, transfers) == []
+
+
 def test_a_preempted_sequence_may_ask_again():
     pool = BlockPool(2)
     transfers = Transfers(pool, 1.0)

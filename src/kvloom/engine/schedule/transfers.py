@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvloom.contract.messages import Moved, Transfer
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.giving import Giving
-from kvloom.engine.schedule.seq import LoadStep, Seq, Status
+from kvloom.engine.schedule.seq import LoadStep, Seq, SeqStep, Status
 
 PATIENCE = 1.2  # the tier reports within its deadline; the engine waits this factor longer, then computes
 MAX_SAVING = 4  # saves hold at most one block in so many
@@ -39,6 +39,7 @@ class Transfers:
         self._new_loads: list[Transfer] = []
         self._new_saves: list[Transfer] = []
         self._num_saving = 0
+        self._stored: dict[int, bytes] = {}  # block -> key under which the tier was given it, or gave it
         self._is_up = timeout_s is not None
         self.pool = ""  # name of the tier's store, once known
         self._num_loaded = 0
@@ -78,6 +79,17 @@ class Transfers:
                 self._num_saving += len(blocks)
                 self._begin_save(blocks, keys)
 
+    def save_missing(self, steps: Iterable[SeqStep]) -> None:
+        """Save the cached blocks that new sequences start with and that the tier was not given since it is up: it was
+        down when they were computed, or the share of blocks for saves was used up.
+        """
+        missing = (
+            [block for block in step.hits if self._stored.get(block) != self._pool.key_of(block)]
+            for step in steps
+            if step.seq.giving is None
+        )
+        self.save(blocks for blocks in missing if blocks)
+
     def give(self, seqs: Iterable[Seq]) -> None:
         """Save the computed blocks of prompts that another engine takes up: all of them, whatever the share for saves.
 
@@ -97,6 +109,7 @@ class Transfers:
         self._pool.retain(blocks)
         transfer = Transfer(self._draw_id(), blocks, keys)
         self._saves[transfer.id] = transfer
+        self._stored.update(zip(blocks, keys, strict=True))
         self._new_saves.append(transfer)
         return transfer
 
@@ -116,6 +129,8 @@ class Transfers:
 
     def finish(self, reports: Iterable[Moved], is_tier_up: bool, pool: str = "") -> None:
         """Handle the rank's reports. Unknown ids are ignored, and impossible counts count as 0."""
+        if is_tier_up and not self._is_up:
+            self._stored.clear()  # it may have lost what it had
         self._is_up, self.pool = is_tier_up, pool or self.pool
         for report in reports:
             load, save = self._loads.pop(report.id, None), self._saves.pop(report.id, None)
@@ -140,7 +155,8 @@ class Transfers:
     def _finish_load(self, load: _Load, count: int) -> None:
         blocks, keys = load.transfer.blocks, load.transfer.keys
         for block, key in zip(blocks[:count], keys[:count], strict=True):
-            self._pool.publish(block, key)
+            if self._pool.publish(block, key):
+                self._stored[block] = key
         self._num_loaded += count
         self._pool.release([*load.hits, *blocks])
         _wake(load)
