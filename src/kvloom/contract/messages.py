@@ -3,7 +3,7 @@
 A rank keeps the tokens and the sampling state of each sequence; the engine only sends changes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -66,6 +66,9 @@ class Batch(msgspec.Struct, array_like=True, tag="batch"):
     """One step: forget `drop`, learn `new`, copy `swap_out` (block, host block), run `work` as one ragged batch, start
     `loads` and `saves`. An empty batch only asks which transfers have ended. The contents of `release` are not
     needed any more: the blocks' memory goes back to the system until they are written again.
+
+    `again`: each sequence of the last batch that had work computes one more token, behind that work, in the same order.
+    `work` then holds only those that get blocks. Sent to a rank whose RankInfo says takes_again.
     """
 
     new: list[NewSeq]
@@ -75,6 +78,7 @@ class Batch(msgspec.Struct, array_like=True, tag="batch"):
     loads: list[Transfer] = []
     saves: list[Transfer] = []
     release: list[int] = []
+    again: bool = False
 
 
 class Logprob(msgspec.Struct, array_like=True):
@@ -123,7 +127,10 @@ class Moved(msgspec.Struct, array_like=True):
 
 
 class StepOutput(msgspec.Struct, array_like=True):
-    """Results of one step; sequences in the order of the batch's work. Lists are empty where nothing was asked for."""
+    """Results of one step; sequences in the order of the batch's work. Lists are empty where nothing was asked for.
+
+    `tokens` takes the place of `samples` where every sequence of the work has got one token, without log-probabilities.
+    """
 
     samples: list[Sample]
     prompt_logprobs: list[PromptLogprobs]
@@ -133,9 +140,15 @@ class StepOutput(msgspec.Struct, array_like=True):
     pooled: list[Pooled] = []
     given_up: list[GivenUp] = []
     pool: str = ""  # name of that tier's store, once known
+    tokens: list[int] = []
 
-    def by_sequence(self) -> dict[int, list[Sample]]:
-        """The samples of each sequence whose known tokens are all computed; none for sequences that are pooled."""
+    def by_sequence(self, ids: Iterable[int]) -> dict[int, list[Sample]]:
+        """The samples of each sequence whose known tokens are all computed; none for sequences that are pooled.
+
+        `ids`: the sequences of the batch's work.
+        """
+        if self.tokens:
+            return {id: [Sample(id, token_id)] for id, token_id in zip(ids, self.tokens, strict=True)}
         found: dict[int, list[Sample]] = {pooled.id: [] for pooled in self.pooled}
         for sample in self.samples:
             found.setdefault(sample.id, []).append(sample)
@@ -167,6 +180,7 @@ class RankInfo(msgspec.Struct, array_like=True):
     activation: str = ""  # pooling.scores turns these numbers into scores
     # tokens attend to later ones: a prompt is computed in one step, and its blocks are not cached
     sees_ahead: bool = False
+    takes_again: bool = False  # Batch.again may be sent
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:

@@ -25,6 +25,7 @@ from kvloom.engine.counts import Counts, gauges
 from kvloom.engine.giving import GivenEnds, check_giving, giving_of
 from kvloom.engine.link.executor import Executor
 from kvloom.engine.live import Arrivals, Fresh, Live, oldest_wait_s
+from kvloom.engine.schedule.again import Again
 from kvloom.engine.schedule.ahead import may_follow, must_wait
 from kvloom.engine.schedule.blocks import BlockPool, adapter_salt, extend_chain
 from kvloom.engine.schedule.commit import apply_step, check, commit_step, is_stale, release_seq, swap_out
@@ -89,6 +90,7 @@ class Engine:
         tier = self.config.kv_tier
         self._transfers = Transfers(self._pool, tier.timeout_s if tier else None)
         self._plan = Plan()  # the last one
+        self._again = Again(info.takes_again)
         self.last_step = StepSize()
         self._dropped: list[int] = []
         self._under_way.clear()
@@ -253,7 +255,7 @@ class Engine:
         for pooled in output.pooled:
             if pooled.id in self._seqs:
                 self._seqs[pooled.id].embedding = pooled.data
-        samples = output.by_sequence()
+        samples = output.by_sequence(step.seq.id for step in plan.steps)
         steps = [s for s in plan.steps if s.seq.status is Status.RUNNING and s.seq.id in samples]
         taken = {step.seq.id: self._take(self._seqs[step.seq.id], samples[step.seq.id]) for step in steps}
         self._counts.add("total_output_tokens", sum(map(len, taken.values())))
@@ -310,6 +312,7 @@ class Engine:
         self._transfers.save_missing(plan.steps)
         self._transfers.load(plan.loads, self._clock())
         batch = Batch(self._introduce(plan), work, self._dropped, copies, *self._transfers.take_new())
+        self._again.shorten(batch)
         self._under_way.append(plan)
         self._executor.submit(batch)
         self._dropped = []

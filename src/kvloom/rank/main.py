@@ -117,8 +117,8 @@ def pin(cores: Sequence[int]) -> None:
 
 
 def _highest_block(batch: Batch) -> int:
-    lists = [work.blocks for work in batch.work] + [load.blocks for load in batch.loads]
-    return max((max(blocks) for blocks in lists if blocks), default=0)
+    lists = [work.blocks for work in batch.work if work.blocks] + [load.blocks for load in batch.loads]
+    return max(map(max, lists), default=0)
 
 
 def _answer(runner: Runner, order: RankOrder) -> RankMessage | None:

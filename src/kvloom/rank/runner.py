@@ -25,7 +25,7 @@ from kvloom.contract.messages import (
 )
 from kvloom.rank.grammar.guides import Guides
 from kvloom.rank.host_cache import SwapCache
-from kvloom.rank.kernels.backend import Backend, Choices, Head, Ints, Ragged
+from kvloom.rank.kernels.backend import Backend, Head, Ints, Ragged
 from kvloom.rank.kv_blocks import KvBlocks
 from kvloom.rank.pages import release_blocks
 from kvloom.rank.pooler import Pooler
@@ -104,6 +104,7 @@ class ModelRunner:
             activation=facts.embedding.activation,
             sees_ahead=facts.sees_ahead,
             reach=facts.reach,
+            takes_again=True,
         )
         self._backend = backend
         self._eos_ids = [id for id in facts.eos_ids if 0 <= id < facts.vocab_size]  # files write -1 for none
@@ -111,6 +112,8 @@ class ModelRunner:
         self._guides = guides
         self._embedding = facts.embedding
         self._steady: Steady | None = None  # the batch of the last step, if it only decoded
+        self._works: Sequence[Work] = []  # the last work that was written out
+        self._num_again = 0  # steps since then, each sent as `again`
 
     @property
     def kv_layers(self) -> list[list[Any]]:
@@ -149,8 +152,8 @@ class ModelRunner:
             release_blocks(self.kv_layers, batch.release)
         self._swap.save(batch.swap_out)
         self._swap.load([pair for work in batch.work for pair in work.loads])
-        if batch.work:
-            self._compute(batch.work, output)
+        if batch.work or batch.again:
+            self._compute(batch, output)
         output.compute_s = time.perf_counter() - started
         return output
 
@@ -160,17 +163,25 @@ class ModelRunner:
 
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
         """Raises BadRequest."""
+        self._leave_steady()  # the backend's arrays of the last step are not kept
         adapter = read_adapter(Path(path), self._backend.whole_spec.tensor_shapes())
         return AdapterInfo(adapter.digest, adapter.rank, self._backend.add_adapter(id, adapter))
 
     def unload_adapter(self, id: int) -> None:
         self._backend.drop_adapter(id)
 
-    def _compute(self, works: Sequence[Work], output: StepOutput) -> None:
-        if self._steady is not None and self._steady.takes(works):
-            for seq, token in zip(self._steady.seqs, self._steady.step(works, self._backend), strict=True):
-                self._take(seq.id, seq.history, token, output)
+    def _compute(self, asked: Batch, output: StepOutput) -> None:
+        if asked.again:
+            self._num_again += 1
+        else:
+            self._works, self._num_again = asked.work, 0
+        if self._steady is not None and self._steady.takes(asked):
+            output.tokens = self._steady.step(asked.work, self._backend)
             return
+        self._leave_steady()
+        if asked.again:
+            self._works, self._num_again = self._written_out(asked.work), 0
+        works = self._works
         for work in works:
             self._states[work.id].blocks[work.first_block :] = work.blocks
         works = [work for work in works if self._is_known(work)]
@@ -186,8 +197,6 @@ class ModelRunner:
         head = self._backend.step(batch, rows, tops, states, choices)
         self._pool(head, wanted.pooled, output)
         tokens = head.tokens.tolist()
-        is_steady = bool(tokens) and all(chosen) and len(chosen) == len(batch.ids) == len(works)
-        self._steady = self._keep(works, batch, (rows, tops, choices)) if is_steady else None
         row = 0
         for id, draft in wanted.samples:
             if tokens and chosen[row] is not None:
@@ -201,6 +210,16 @@ class ModelRunner:
             values = [describe(row, token_id, num_top) for row, token_id in zip(logprobs, following, strict=True)]
             output.prompt_logprobs.append(PromptLogprobs(id, first, values))
             start += len(following)
+        is_steady = bool(tokens) and all(chosen) and len(chosen) == len(batch.ids) == len(works) == len(self._works)
+        self._steady = self._keep(works, batch) if is_steady else None
+
+    def _written_out(self, works: Sequence[Work]) -> list[Work]:
+        """All work of a batch that was sent as `again`; `works` are those that get blocks."""
+        given, done = {work.id: work for work in works}, self._num_again - 1
+        return [
+            given.get(id) or Work(id, start + num_tokens + done, 1, len(self._states[id].blocks), [])
+            for id, start, num_tokens in ((last.id, last.start, last.num_tokens) for last in self._works)
+        ]
 
     def _is_known(self, work: Work) -> bool:
         """Whether the step's tokens are known: the step before may have chosen none where the engine expected one."""
@@ -228,9 +247,14 @@ class ModelRunner:
             found += [None] * len(draft)
         return found + [None] * (len(tops) - len(found))
 
-    def _keep(self, works: Sequence[Work], batch: Ragged, asked: tuple[Ints, list[int], Choices]) -> Steady:
+    def _keep(self, works: Sequence[Work], batch: Ragged) -> Steady:
         states = [(work.id, self._states[work.id]) for work in works]
-        return Steady([Decoding(id, state.history, state.blocks) for id, state in states], batch, asked)
+        return Steady([Decoding(id, state.history, state.blocks) for id, state in states], batch)
+
+    def _leave_steady(self) -> None:
+        if self._steady is not None:
+            self._steady.settle()
+            self._steady = None
 
     def _take(self, id: int, history: History, token_id: int, output: StepOutput) -> None:
         history.append(token_id)

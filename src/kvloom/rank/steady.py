@@ -1,13 +1,19 @@
-"""Steady: reuses the batch of a decode step for the next step of the same sequences, with new numbers in its arrays."""
+"""Steady: the batch of a decode step goes on, in the backend's own arrays, as long as the same sequences decode.
+
+Between two steps no core computes, and after a step hardly any of Python's memory is in the caches. So little is done
+here at each step, and the sequences' histories get their tokens many steps at once.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from kvloom.contract.messages import Work
-from kvloom.rank.kernels.backend import CHOICE, Backend, Choices, Ints, Ragged
+from kvloom.contract.messages import Batch, Work
+from kvloom.rank.kernels.backend import CHOICE, Backend, Choices, Ragged
 from kvloom.rank.sampler import Choice, History
+
+_MOST_OWED = 64  # steps
 
 
 def choices_of(found: Sequence[Choice | None]) -> Choices:
@@ -24,36 +30,52 @@ class Decoding(NamedTuple):
 
 
 class Steady:
-    """Sequences whose tokens the backend chooses itself, now and in all later steps; one row each, in order."""
+    """Sequences whose tokens the backend chooses itself, now and in all later steps; one row each, in order.
 
-    def __init__(self, seqs: Sequence[Decoding], batch: Ragged, asked: tuple[Ints, list[int], Choices]) -> None:
-        """Inputs of the last step; `asked`: rows, tops and choices of Backend.step."""
-        self.seqs = seqs
-        self._batch = batch
-        self._rows, self._tops, self._choices = asked
-        self._positions = self._choices["position"]
+    Nothing of their histories may be read before `settle`.
+    """
 
-    def takes(self, works: Sequence[Work]) -> bool:
-        """Whether `works` decode the next tokens of the same sequences, and their blocks fit into the table."""
-        room = self._batch.block_table.shape[1]
-        return len(works) == len(self.seqs) and all(
-            work.id == seq.id
-            and work.num_tokens == 1
-            and work.start + 1 == len(seq.history.token_ids)
-            and work.first_block == len(seq.blocks)
-            and not (work.draft or (work.blocks and len(seq.blocks) + len(work.blocks) > room))
-            for work, seq in zip(works, self.seqs, strict=True)
+    def __init__(self, seqs: Sequence[Decoding], batch: Ragged) -> None:
+        """After the step of `batch`; the histories have its tokens."""
+        self._seqs = seqs
+        self._row_of = {seq.id: row for row, seq in enumerate(seqs)}
+        self._positions, self._room = batch.pos, batch.block_table.shape[1]
+        self._owed: list[list[int]] = []  # tokens of each step that the histories have not got
+
+    def takes(self, asked: Batch) -> bool:
+        """Whether `asked` decodes the next tokens of the same sequences, and their blocks fit into the table."""
+        if not (asked.again or self._is_next(asked.work)):
+            return False
+        return all(
+            work.first_block == len(self._seqs[self._row_of[work.id]].blocks)
+            and work.first_block + len(work.blocks) <= self._room
+            for work in asked.work
+        )
+
+    def _is_next(self, works: Sequence[Work]) -> bool:
+        return (
+            [work.id for work in works] == list(self._row_of)
+            and [work.start for work in works] == (self._positions + 1).tolist()
+            and all(work.num_tokens == 1 and not work.draft for work in works)
         )
 
     def step(self, works: Sequence[Work], backend: Backend) -> list[int]:
-        """Compute `works`, which `takes` accepted. Returns the next token of each sequence."""
-        batch = self._batch
-        batch.ids[:] = [seq.history.token_ids[-1] for seq in self.seqs]
-        np.add(batch.pos, 1, out=batch.pos)
-        np.add(self._positions, 1, out=self._positions)
-        for row, (work, seq) in enumerate(zip(works, self.seqs, strict=True)):
-            if work.blocks:
-                seq.blocks.extend(work.blocks)
-                batch.block_table[row, : len(seq.blocks)] = seq.blocks
-        tokens: list[int] = backend.step(batch, self._rows, self._tops, None, self._choices).tokens.tolist()
+        """Compute the `works` of a batch that `takes` accepted. Returns the next token of each sequence."""
+        rows = [(self._row_of[work.id], work) for work in works]
+        new_blocks = [
+            (row, index, block) for row, work in rows for index, block in enumerate(work.blocks, work.first_block)
+        ]
+        for row, work in rows:
+            self._seqs[row].blocks.extend(work.blocks)
+        tokens: list[int] = backend.step_again(new_blocks).tolist()
+        self._owed.append(tokens)
+        if len(self._owed) == _MOST_OWED:
+            self.settle()
         return tokens
+
+    def settle(self) -> None:
+        """Give the histories the tokens of all steps."""
+        for row, seq in enumerate(self._seqs):
+            for tokens in self._owed:
+                seq.history.append(tokens[row])
+        self._owed = []

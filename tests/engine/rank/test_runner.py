@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
@@ -14,6 +15,7 @@ from kvloom.rank.runner import ModelRunner
 from kvloom.rank.sampler import History, num_candidates
 from kvloom.rank.steady import Steady
 from tests.support.engine.engines import in_process, run_all
+from tests.support.models.adapters import make_adapter
 from tests.support.models.checkpoints import VOCAB_SIZE, save, tiny_model
 
 KV_BYTES = 1 << 20
@@ -138,11 +140,13 @@ def test_a_batch_that_is_kept_gives_what_one_made_anew_gives(model, monkeypatch,
     step = Steady.step
 
     def counted(self, works, *args):
-        kept.append(len(works))
-        return step(self, works, *args)
+        tokens = step(self, works, *args)
+        kept.append(len(tokens))
+        return tokens
 
-    def answers() -> dict[str, list[Delta]]:
+    def answers(takes_again: bool = True) -> dict[str, list[Delta]]:
         runner = open_runner(config, [100], lambda done, total: None)
+        runner.info = replace(runner.info, takes_again=takes_again)
         return run_all(Engine(config, in_process(runner, config), ByteTokenizer()), *requests)
 
     monkeypatch.setattr(Steady, "step", counted)
@@ -150,9 +154,10 @@ def test_a_batch_that_is_kept_gives_what_one_made_anew_gives(model, monkeypatch,
     together = answers()
     assert len(kept) > 30
     assert max(kept) > 1
+    assert together == answers(takes_again=False)
     monkeypatch.setattr("kvloom.rank.runner.choice_of", lambda history, top: None)
     kept.clear()
-    assert together == answers()
+    assert together == answers() == answers(takes_again=False)
     assert not kept
 
 
@@ -181,12 +186,35 @@ def test_a_batch_that_is_kept_is_that_of_its_own_sequences_alone(model):
         works = [Work(id, 0, 3, 0, [id]) for id in prompts]
         found = {sample.id: [sample.token_id] for sample in runner.run(Batch(new, works, [])).samples}
         for id in turns:
-            (sample,) = runner.run(Batch([], [Work(id, 2 + len(found[id]), 1, 1, [])], [])).samples
-            assert sample.id == id
+            output = runner.run(Batch([], [Work(id, 2 + len(found[id]), 1, 1, [])], []))
+            ((of, (sample,)),) = output.by_sequence([id]).items()
+            assert of == id
             found[id].append(sample.token_id)
         return found
 
     assert chosen([1, 2] * 6) == chosen([1] * 6 + [2] * 6)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_step_that_is_sent_as_again_is_as_if_written_out_also_when_an_adapter_was_loaded(model, tmp_path, backend):
+    blocks, prompt = (5, 2, 7, 3), [3, 4, 5]
+
+    def chosen(is_short: bool) -> list[int]:
+        runner = opened(model, backend=backend)
+        size = runner.info.block_size
+        adapter = make_adapter(tmp_path, runner._backend.whole_spec.tensor_shapes(), rank=2)
+        first = Batch([NewSeq(1, prompt, MIXED[0], 0)], [Work(1, 0, len(prompt), 0, [blocks[0]])], [])
+        found = [sample.token_id for sample in runner.run(first).by_sequence([1])[1]]
+        for start in range(len(prompt), 3 * size):
+            new = [blocks[start // size]] if start % size == 0 else []
+            works = [Work(1, start, 1, -(-start // size), new)]
+            batch = Batch([], works if new or not is_short else [], [], again=is_short)
+            found += [sample.token_id for sample in runner.run(batch).by_sequence([1])[1]]
+            if start == size + 3:
+                runner.load_adapter(1, str(adapter))
+        return found
+
+    assert chosen(is_short=True) == chosen(is_short=False)
 
 
 def test_work_behind_a_token_that_was_not_chosen_is_left_out(model):

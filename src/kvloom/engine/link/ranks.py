@@ -83,7 +83,7 @@ class RankExecutor:
         for message in messages:
             assert isinstance(message, Done)
             outputs.append(message.output)
-        chosen = [[(sample.id, sample.token_id) for sample in output.samples] for output in outputs]
+        chosen = [[(sample.id, sample.token_id) for sample in output.samples] or output.tokens for output in outputs]
         if any(other != chosen[0] for other in chosen[1:]):
             raise RankDied("the ranks of the model chose different tokens")
         outputs[0].moved = self._moves.merge([output.moved for output in outputs])

@@ -131,3 +131,12 @@ class Backend(Protocol):
         thread at a time. When the same objects are given again, only the numbers in their arrays have changed.
         """
         ...
+
+    def step_again(self, new_blocks: Sequence[tuple[int, int, int]]) -> Ints:
+        """The step behind the last one, of the same sequences, whose next tokens the backend has all chosen, one row
+        for each: moves ids, positions and choices in that step's arrays on by a token, computes it, and returns the
+        tokens that it chooses.
+
+        new_blocks: (sequence, index in its row of block_table, block), which that array need not show.
+        """
+        ...

@@ -5,6 +5,7 @@ program.
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class _Call:
     head: Head
     held: object  # keeps alive the arrays that `batch` points into
     is_in_place: bool  # whether these are the arrays of `given` themselves, except the block table
-    tiles: Ints  # [seqs, tiles of a sequence], in the library's numbering; rewritten before each step
+    tiles: Ints  # [seqs, tiles of a sequence], in the library's numbering; rewritten before each `step`
 
 
 class CpuBackend:
@@ -146,6 +147,15 @@ class CpuBackend:
             self._number_tiles(batch.block_table, call.tiles)
             self._lib.kvl_step(self._model, ctypes.byref(call.batch))
         return call.head
+
+    def step_again(self, new_blocks: Sequence[tuple[int, int, int]]) -> Ints:
+        """See kernels/backend.py."""
+        call, count = self._call, len(self._tiles)
+        assert call is not None, "the arrays of a step that is continued are used in place"
+        for row, index, block in new_blocks:
+            call.tiles[row, index * count : (index + 1) * count] = block * self._stride + self._tiles
+        self._lib.kvl_step_again(self._model, ctypes.byref(call.batch))
+        return call.head.tokens
 
     def _number_tiles(self, blocks: Ints, tiles: Ints) -> None:
         """Write the tile numbers of `blocks` [seqs, blocks], counted from a layer's first tile.

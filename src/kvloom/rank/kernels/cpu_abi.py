@@ -118,6 +118,7 @@ def load(path: Path) -> ctypes.CDLL:
         "kvl_add_rope": (_I32, [_POINTER, _POINTER, _I32]),
         "kvl_set_program": (_I32, [_POINTER, ctypes.POINTER(Instruction), _I32]),
         "kvl_step": (_I32, [_POINTER, ctypes.POINTER(Batch)]),
+        "kvl_step_again": (_I32, [_POINTER, ctypes.POINTER(Batch)]),
         "kvl_draw": (_I32, [_POINTER, _I64, ctypes.POINTER(DrawRules)]),
         "kvl_uniform": (ctypes.c_double, [ctypes.c_uint64, ctypes.c_uint64]),
         "kvl_probe_bandwidth": (ctypes.c_double, [_POINTER, _I64, _I32]),

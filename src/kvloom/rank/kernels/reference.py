@@ -1,7 +1,7 @@
 """The reference backend: plain torch on any device, the oracle of every other backend."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -159,6 +159,10 @@ class ReferenceBackend:
             found,
             np.empty(0, np.int32),
         )
+
+    def step_again(self, new_blocks: Sequence[tuple[int, int, int]]) -> Ints:
+        """See kernels/backend.py."""
+        raise AssertionError("a step whose tokens it has chosen: it never chooses any")
 
     def add_adapter(self, id: int, adapter: AdapterFile) -> int:
         """See kernels/backend.py."""

@@ -75,7 +75,8 @@ def with_tier(runner: Runner, config: TierConfig, memory: KvMemory) -> "TieredRu
     tiered = TieredRunner(runner, open_tier(config, watch.memory if watch else memory), watch)
     watched = "-watched" if watch else ""  # each block travels with its checksum
     layout = f"{memory.layout}-x{memory.world_size}{watched}"
-    tiered.info = replace(tiered.info, kv_model=memory.model, kv_layout=layout)
+    takes_again = tiered.info.takes_again and watch is None  # it looks at all work
+    tiered.info = replace(tiered.info, kv_model=memory.model, kv_layout=layout, takes_again=takes_again)
     return tiered
 
 

@@ -207,6 +207,9 @@ void kvl_adapter_free(kvl_model *model, int32_t id);
 
 int32_t kvl_set_program(kvl_model *model, const kvl_instruction *instructions, int32_t count);
 int32_t kvl_step(kvl_model *model, const kvl_batch *batch); /* returns 0 */
+/* The step behind one in which each token was the only one of its sequence and row r chose the next one of token r: moves
+ * ids, pos and the choices on by a token, in memory that must be writable, then is kvl_step. */
+int32_t kvl_step_again(kvl_model *model, const kvl_batch *batch);
 
 /* How a token is drawn. temperature > 0; top_p in (0, 1], 1 = off; min_p in [0, 1], 0 = off; point in [0, 1). */
 typedef struct {

@@ -379,3 +379,14 @@ int32_t kvl_step(kvl_model* model, const kvl_batch* batch) {
         return 0;
     });
 }
+
+int32_t kvl_step_again(kvl_model* model, const kvl_batch* batch) {
+    int32_t *ids = const_cast<int32_t*>(batch->ids), *pos = const_cast<int32_t*>(batch->pos);
+    kvl_choice* choices = const_cast<kvl_choice*>(batch->choices);
+    for (int32_t r = 0; r < batch->num_rows; r++) {
+        ids[r] = batch->tokens[r];
+        pos[r]++;
+        choices[r].position++;
+    }
+    return kvl_step(model, batch);
+}
