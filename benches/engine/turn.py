@@ -21,6 +21,7 @@ from kvloom.checkpoints.demo_models import pull
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import Batch, Done, NewSeq, Work
 from kvloom.contract.request import SamplingParams
+from kvloom.engine.schedule.again import Again
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 
@@ -59,22 +60,27 @@ def orders(num_seqs: int, params: SamplingParams, num_steps: int) -> list[bytes]
     new = [NewSeq(i, [(i + j) % 1000 + 3 for j in range(CONTEXT)], params, i) for i in range(num_seqs)]
     first = [Work(i, 0, CONTEXT, 0, list(range(i * width, (i + 1) * width))) for i in range(num_seqs)]
     found = [encode(Batch(new, first, []))]
+    again = Again(is_taken=True)
+    again.shorten(Batch([], list(first), []))
     for at in range(CONTEXT, CONTEXT + num_steps):
-        found.append(encode(Batch([], [Work(i, at, 1, width, []) for i in range(num_seqs)], [])))
+        batch = Batch([], [Work(i, at, 1, width, []) for i in range(num_seqs)], [])
+        again.shorten(batch)
+        found.append(encode(batch))
     return [*found, encode(Batch([], [], list(range(num_seqs))))]
 
 
-def turns(runner: ModelRunner, step: Timed, messages: list[bytes]) -> dict[str, float]:
+def turns(runner: ModelRunner, steps: tuple[Timed, Timed], messages: list[bytes]) -> dict[str, float]:
     decode, encode = msgspec.msgpack.Decoder(Batch).decode, msgspec.msgpack.Encoder().encode
     found: dict[str, list[float]] = {"turn_us": [], "step_us": []}
     first, *decodes, last = messages
     runner.run(decode(first))
     for message in decodes:
-        step.clear()
+        for step in steps:
+            step.clear()
         started_s = time.thread_time()
         encode(Done(runner.run(decode(message))))
-        found["turn_us"].append(time.thread_time() - started_s - step.own_s)
-        found["step_us"].append(step.whole_s)
+        found["turn_us"].append(time.thread_time() - started_s - sum(step.own_s for step in steps))
+        found["step_us"].append(sum(step.whole_s for step in steps))
     runner.run(decode(last))
     return {name: round(1e6 * statistics.median(values), 1) for name, values in found.items()}
 
@@ -87,10 +93,10 @@ def main() -> None:
     config = EngineConfig(model=str(args.model or pull("smollm2")), kv_cache_bytes=1 << 29, max_batch=32)
     runner = open_runner(config, [2], lambda done, total: None)
     lib = runner._backend._lib  # this bench has to look inside
-    lib.kvl_step = Timed(lib.kvl_step)
+    lib.kvl_step, lib.kvl_step_again = Timed(lib.kvl_step), Timed(lib.kvl_step_again)
     for num_seqs in (1, 8, 32):
         for kind, params in KINDS.items():
-            values = turns(runner, lib.kvl_step, orders(num_seqs, params, args.steps))
+            values = turns(runner, (lib.kvl_step, lib.kvl_step_again), orders(num_seqs, params, args.steps))
             print(json.dumps({"bench": "turn", "num_seqs": num_seqs, "kind": kind, **values}), flush=True)
 
 

@@ -155,8 +155,8 @@ class Transfers:
     def _finish_load(self, load: _Load, count: int) -> None:
         blocks, keys = load.transfer.blocks, load.transfer.keys
         for block, key in zip(blocks[:count], keys[:count], strict=True):
-            if self._pool.publish(block, key):
-                self._stored[block] = key
+            self._pool.publish(block, key)
+            self._stored[block] = key
         self._num_loaded += count
         self._pool.release([*load.hits, *blocks])
         _wake(load)
