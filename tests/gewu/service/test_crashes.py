@@ -83,19 +83,24 @@ class World:
 
     has_processes = False
 
-    def __init__(self, tmp_path: Path, patience_s: float = 120.0) -> None:
+    def __init__(self, tmp_path: Path, patience_s: float = 120.0, budget_bytes: int | None = None) -> None:
         self.hosts: list[Host] = []
-        self.refusals: list[ModelError] = []
+        self.refusals: list[Exception] = []
         self.failed: list[tuple[int, Code, str]] = []
         self.opened = asyncio.Event()
         self.sessions = Sessions()
-        settings = Settings(tmp_path / "socket", crash_patience_s=patience_s, psi_file=tmp_path / "memory")
+        settings = Settings(
+            tmp_path / "socket", budget_bytes, crash_patience_s=patience_s, psi_file=tmp_path / "memory"
+        )
         (tmp_path / "memory").write_text("")
         on = Outcomes(lambda events: None, self.fail)
         self.models = Models(self, settings, self.sessions, Ledger(False, list), on)
         self.identity = "m"
+        self.admit(Found("m", "model", 0, 1, 4096))
+
+    def admit(self, found: Found) -> None:
         files: Any = SimpleNamespace(identity=lambda: self.identity, close=lambda: None)
-        self.models.admit(Found("m", "model", 0, 1, 4096), files, None, Level.DEFAULT)
+        self.models.admit(found, files, None, Level.DEFAULT)
 
     async def __call__(self, setup: Open, files: object, on: Listeners) -> Any:
         if self.refusals:
@@ -130,7 +135,7 @@ class World:
         self.models.progressed(request)
 
 
-def play(tmp_path: Path, scene: Callable[[World], Awaitable[None]], **fields: float) -> None:
+def play(tmp_path: Path, scene: Callable[[World], Awaitable[None]], **fields: Any) -> None:
     async def main() -> None:
         world = World(tmp_path, **fields)
         await asyncio.wait_for(scene(world), 20)
@@ -199,6 +204,19 @@ def test_a_process_that_cannot_be_started_is_tried_again_as_long_as_patience_las
     play(tmp_path, scene, patience_s=patience_s)
 
 
+def test_a_load_that_fails_for_no_reason_of_the_model_ends_its_requests(tmp_path):
+    async def scene(world: World) -> None:
+        world.refusals = [RuntimeError("can't start new thread")]
+        world.submit(1)
+        while not world.failed:
+            await asyncio.sleep(0)
+        assert world.failed == [(1, Code.FAULT, "the service failed; its log says more")]
+        request = world.submit(2)
+        assert [job.key for job in (await world.process(0)).jobs] == [request.key]
+
+    play(tmp_path, scene)
+
+
 def test_files_that_have_changed_meanwhile_end_the_answers_at_once(tmp_path):
     async def scene(world: World) -> None:
         world.submit(1)
@@ -235,6 +253,27 @@ def test_a_model_that_nobody_waits_for_is_not_started_again(tmp_path):
         assert world.models.status()["models"][0]["state"] == "absent"
 
     play(tmp_path, scene)
+
+
+def test_a_model_that_is_unloaded_while_it_waits_for_memory_leaves_the_one_that_goes_to_its_end(tmp_path):
+    async def scene(world: World) -> None:
+        host, begun, may_end, ended = await world.process(0), asyncio.Event(), asyncio.Event(), []
+
+        async def close() -> None:
+            begun.set()
+            await may_end.wait()
+            ended.append(host)
+
+        host.close = close  # type: ignore[method-assign]
+        world.admit(Found("n", "a larger model", 8192, 1, 4096))  # the first one goes for it
+        await begun.wait()
+        closing = asyncio.create_task(world.models.close())
+        await asyncio.sleep(0)
+        may_end.set()
+        await closing
+        assert ended == [host]
+
+    play(tmp_path, scene, budget_bytes=8192 + 1024)
 
 
 @pytest.mark.parametrize("text", ["-1", "1e10", "nan", "inf", "long"])

@@ -4,11 +4,16 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kvloom.contract.frames import frame
 from kvloom.gewu.hosts.fake import FakeSettings
+from kvloom.gewu.protocol.messages import Open
 from kvloom.gewu.service.daemon import Daemon
 from kvloom.gewu.service.settings import Settings
 from tests.support.gewu.daemons import DaemonProcess
@@ -65,6 +70,17 @@ def test_a_second_signal_waits_for_nothing(daemon: DaemonProcess):
     assert daemon.process.wait(WAIT_S) == 1
     assert not daemon.socket.exists()
     until(lambda: has_ended(worker))
+
+
+def test_a_model_that_is_given_up_while_it_is_loaded_ends_without_a_word():
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "kvloom.gewu.worker.main", str(theirs.fileno())]
+    with ours, theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as worker:
+        theirs.close()
+        ours.sendall(frame(msgspec.msgpack.encode(Open("", "fake", 1 << 20, 1024))))
+        ours.shutdown(socket.SHUT_RD)  # as a daemon that ends: what the worker sends cannot be sent
+        _, errors = worker.communicate(timeout=WAIT_S)
+    assert (worker.returncode, errors) == (0, b"")
 
 
 def test_the_processes_of_a_killed_daemon_end_even_if_they_are_stopped(daemon: DaemonProcess):

@@ -216,8 +216,8 @@ class Models:
         model.task = asyncio.get_running_loop().create_task(self._open(model, evictions))
 
     async def _open(self, model: Model, evictions: list[asyncio.Task[None]]) -> None:
-        for eviction in evictions:
-            await eviction
+        if evictions:
+            await asyncio.wait(evictions)  # not `await eviction`: a load that is given up would give those up too
         began_s = time.monotonic()
         kv_bytes = model.kv_tokens * model.found.kv_bytes_per_token
         setup = Open("", self._settings.backend, kv_bytes, model.kv_tokens)

@@ -35,6 +35,9 @@ async def open_host(model: Model, opener: Opener, setup: Open, on: Listeners, pa
             log.warning("%s: %s; the next try is in %g s", model.found.path, error, pause_s)
             await asyncio.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        except Exception:  # a bug here, or no thread for it, must not leave apps waiting for ever
+            log.exception("%s cannot be loaded", model.found.path)
+            raise ModelError("the service failed; its log says more") from None
 
 
 async def _open_unchanged(model: Model, opener: Opener, setup: Open, on: Listeners) -> Host:

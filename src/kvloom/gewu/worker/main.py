@@ -222,6 +222,8 @@ def main() -> None:
         except ServingError as error:
             channel.send(Failed(str(error)))
             return
+        except (BrokenPipeError, ConnectionResetError):  # the daemon has given this model up, or has ended
+            raise
         except Exception as error:  # whatever a file caused, the app is told
             traceback.print_exc()
             channel.send(Failed(f"{type(error).__name__}: {error}"))
