@@ -1,13 +1,16 @@
 """Damaged and hostile model files: Create always returns a documented code, and other sessions go on."""
 
 import asyncio
+import ctypes
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import struct
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,7 @@ from kvloom.gewu.protocol.frames import PROTOCOL, Frame, FrameDecoder, encode
 from kvloom.gewu.service.system import _process_bytes
 from tests.gewu.test_probe import CONFIG, write_gguf
 from tests.support.gewu.daemons import make_model
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 MIB = 1 << 20
 
@@ -86,6 +89,10 @@ HOSTILE = {
         Code.INVAL,
     ),
     "quantised": (quantised, Code.NOSYS),
+    "a rope of 400,000 characters": (
+        lambda path: folder_with(path, json.dumps({**CONFIG, "rope_scaling": {"type": "r" * 400_000}})),
+        Code.INVAL,
+    ),
     "a pipe": (pipe, Code.INVAL),
     "a pipe inside": (pipe_inside, Code.INVAL),
     "a link to itself": (loop, Code.INVAL),
@@ -113,6 +120,22 @@ def test_a_folder_that_holds_only_a_gguf_file_is_a_model(client, tmp_path):
     session = client.create(write_gguf(tmp_path / "model.gguf").parent)
     assert client.ask(session)[-1]["finish_reason"] == "stop"
     client.call("destroy", session)
+
+
+def test_a_model_may_lie_in_a_folder_and_have_files_whose_names_are_not_utf8(daemon, client, tmp_path):
+    folder = make_model(tmp_path / os.fsdecode(b"model\xff"))
+    (folder / os.fsdecode(b"notes\xff.json")).write_text("{}")
+    (tmp_path / "link").symlink_to(folder)  # an app's JSON is UTF-8
+    session = client.create(tmp_path / "link")
+    assert client.ask(session)[-1]["finish_reason"] == "stop"
+    assert r"model\udcff" in [Path(model["path"]).name for model in daemon.status()["models"]]
+    client.call("destroy", session)
+
+
+def test_an_alias_for_what_is_not_there_is_answered_whatever_its_name(start_daemon, start_client):
+    daemon = start_daemon({}, "--alias", f"/data={os.fsdecode(b'/nowhere/' + bytes([255]))}")
+    error, _ = start_client(daemon).call("create", json.dumps({"model": "/data/model"}))
+    assert error == Code.INVAL
 
 
 def test_headers_with_random_damage_are_answered(client, tmp_path):
@@ -186,6 +209,23 @@ def call(daemon, frame: Frame, *fds: int) -> Frame:
             while (answer := decoder.next_frame()) is not None:
                 if answer.op == "r":
                     return answer
+
+
+def _limit_memory() -> None:
+    """As `ulimit -v` does, for this process and without the right to raise it again."""
+    ctypes.CDLL(None).prctl(24, 24, 0, 0, 0)  # PR_CAPBSET_DROP, CAP_SYS_RESOURCE: fails where there is no such right
+    resource.setrlimit(resource.RLIMIT_AS, (400 * MIB, 400 * MIB))
+
+
+def test_models_are_looked_at_where_less_memory_is_allowed_than_that_takes_at_most():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(WAIT_S)
+    command = [sys.executable, "-m", "kvloom.gewu.prober.main", str(theirs.fileno())]
+    with ours, theirs:
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], preexec_fn=_limit_memory)
+        theirs.close()
+        assert ours.recv(100) == b"ready"
+    assert process.wait(WAIT_S) == 0
 
 
 @pytest.mark.parametrize("flags", [os.O_PATH, os.O_WRONLY])

@@ -53,7 +53,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     scheme = scheme_of(config, str(folder / "config.json"))
     names = config.get("architectures") or [config.get("model_type", "")]
     if not isinstance(names, list) or not names:
-        raise ModelError(f"{folder / 'config.json'}: architectures must be a list of names, got {names!r}")
+        raise ModelError(f"{folder / 'config.json'}: architectures must be a list of names, got {names!r:.80}")
     name = str(names[0])
     family = family_of(name, str(folder / "config.json"))
     spec = family.spec(config)

@@ -188,7 +188,7 @@ def stop_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     value = (read_object(path) if path.exists() else {}).get("eos_token_id", config.get("eos_token_id"))
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) for i in ids):
-        raise ModelError(f"{folder}: eos_token_id must be a token id or a list of them, got {value!r}")
+        raise ModelError(f"{folder}: eos_token_id must be a token id or a list of them, got {value!r:.80}")
     return frozenset(ids)
 
 

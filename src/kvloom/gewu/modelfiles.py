@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvloom.gewu.codes import Code, Refused
+from kvloom.gewu.codes import Code, Refused, shown
 
 SUFFIXES = (".json", ".jinja", ".safetensors", ".gguf")
 MAX_FILES = 250  # the most descriptors that one message carries
@@ -32,7 +32,8 @@ class ModelFiles:
         digest = hashlib.sha256()
         for name, fd in sorted(self.fds.items()):
             file = os.fstat(fd)
-            digest.update(f"{name}\0{file.st_dev}\0{file.st_ino}\0{file.st_size}\0{file.st_mtime_ns}\n".encode())
+            state = f"\0{file.st_dev}\0{file.st_ino}\0{file.st_size}\0{file.st_mtime_ns}\n"
+            digest.update(os.fsencode(name) + state.encode())
         return digest.hexdigest()[:32]
 
     @contextmanager
@@ -49,7 +50,7 @@ class ModelFiles:
 
 def open_files(fd: int) -> ModelFiles:
     """The files of an open folder, or the open file itself; `fd` stays the caller's. Raises Refused."""
-    path = os.readlink(_path_of(fd))
+    path = shown(os.readlink(_path_of(fd)))
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     # opening it by path again would use this process's permissions, not the app's
     if flags & (os.O_PATH | os.O_WRONLY):

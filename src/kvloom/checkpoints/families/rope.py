@@ -46,8 +46,8 @@ def _scaled(dim: int, theta: float, scaling: Mapping[str, Any], max_seq_len: int
         if kind == "longrope":
             return _longrope(inv_freq, scaling, max_seq_len)
     except KeyError as error:
-        raise ModelError(f"rope scaling {kind!r} lacks {error.args[0]!r}") from None
-    raise ModelError(f"rope scaling {kind!r} is not known; known are {', '.join(KINDS)}")
+        raise ModelError(f"rope scaling {kind!r:.80} lacks {error.args[0]!r}") from None
+    raise ModelError(f"rope scaling {kind!r:.80} is not known; known are {', '.join(KINDS)}")
 
 
 def _llama3(inv_freq: list[float], scaling: Mapping[str, Any]) -> list[float]:

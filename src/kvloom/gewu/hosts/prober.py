@@ -45,7 +45,8 @@ class Prober:
                 data, fds = await self._ask_another(fd, pid)
         answer = msgspec.msgpack.decode(data, type=Answer)
         if answer.found is not None and len(fds) == len(answer.names) and not any(map(is_spare, fds)):
-            return answer.found, ModelFiles(answer.found.path, dict(zip(answer.names, fds, strict=True)))
+            names = map(os.fsdecode, answer.names)
+            return answer.found, ModelFiles(answer.found.path, dict(zip(names, fds, strict=True)))
         for opened in fds:
             os.close(opened)
         if answer.found is None:

@@ -14,7 +14,7 @@ import msgspec
 
 from kvloom.children import end_with_parent
 from kvloom.engine.link.signals import leave_signals_to_the_parent
-from kvloom.gewu.codes import Code, Refused
+from kvloom.gewu.codes import Code, Refused, shown
 from kvloom.gewu.modelfiles import MAX_FILES, ModelFiles, open_files
 from kvloom.gewu.prober.capabilities import only_those_of
 from kvloom.gewu.prober.probe import Found, probe
@@ -34,7 +34,7 @@ class Answer(msgspec.Struct, array_like=True):
     """If a model was found, the descriptors of its files come with it, in the order of `names`."""
 
     found: Found | None
-    names: list[str] = []
+    names: list[bytes] = []  # as the file system has them, which need not be UTF-8
     code: Code = Code.OK
     reason: str = ""
 
@@ -54,18 +54,25 @@ def look(question: Question, fd: int) -> tuple[Answer, list[int]]:
 
 def _judge(files: ModelFiles, backend: str) -> Answer:
     try:
-        return Answer(probe(files, backend), list(files.fds))
+        return Answer(probe(files, backend), list(map(os.fsencode, files.fds)))
     except Refused as refused:
         return Answer(None, code=refused.code, reason=str(refused))
     except Exception as error:  # files may hold anything: whatever goes wrong, the app gets its answer
         why = f"{files.path} cannot be read: {type(error).__name__}: {error!s:.200}"
-        return Answer(None, code=Code.FAULT, reason=why)
+        return Answer(None, code=Code.FAULT, reason=shown(why))
+
+
+def _limit_memory() -> None:
+    """Give this process _MAX_BYTES, or what the daemon itself was limited to (ulimit -v)."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    limit = _MAX_BYTES if most == resource.RLIM_INFINITY else min(_MAX_BYTES, most)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def main() -> None:
     leave_signals_to_the_parent()
     end_with_parent(signal.SIGKILL)  # also where this process is stopped, or reads from a file system that hangs
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+    _limit_memory()
     sock = socket.socket(fileno=int(sys.argv[1]))
     with suppress(BrokenPipeError, ConnectionResetError):
         sock.send(b"ready")

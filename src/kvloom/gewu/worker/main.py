@@ -25,6 +25,7 @@ from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.executor import InProcessExecutor
 from kvloom.engine.link.signals import leave_signals_to_the_parent
 from kvloom.engine.text.tokenizer import load_tokenizer
+from kvloom.gewu.codes import shown
 from kvloom.gewu.protocol.messages import (
     Abort,
     Event,
@@ -220,13 +221,13 @@ def main() -> None:
         try:
             worker, ready = open_worker(setup, lambda done, total: channel.send(Loading(done, total)))
         except ServingError as error:
-            channel.send(Failed(str(error)))
+            channel.send(Failed(shown(str(error))))
             return
         except (BrokenPipeError, ConnectionResetError):  # the daemon has given this model up, or has ended
             raise
         except Exception as error:  # whatever a file caused, the app is told
             traceback.print_exc()
-            channel.send(Failed(f"{type(error).__name__}: {error}"))
+            channel.send(Failed(shown(f"{type(error).__name__}: {error}")))
             return
         channel.send(ready)
         worker.serve(channel)
