@@ -111,7 +111,8 @@ class InferenceEngine:
         if callback is None:
             return Status(Code.INVALID_ARG, "callback: give one to init or to the request")
         try:
-            inner = request.get_request_inner(tokenizer)  # takes seconds for a text of megabytes
+            # without the lock: a long text takes seconds where it cannot be read in parts
+            inner = request.get_request_inner(tokenizer, engine.max_seq_len)
             if valid_request:
                 _check_ids(inner, engine)
         except (BadRequest, OverflowError) as error:

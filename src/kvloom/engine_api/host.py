@@ -12,9 +12,9 @@ from importlib.metadata import version
 
 from kvloom.contract.errors import BadRequest
 from kvloom.engine.link.signals import leave_signals_to_the_parent
-from kvloom.engine_api.codes import Code, Operation, Status
+from kvloom.engine_api.codes import OK, Code, Operation, Status
 from kvloom.engine_api.engine import InferenceEngine
-from kvloom.engine_api.requests import InferenceResponse
+from kvloom.engine_api.requests import InferenceRequest, InferenceResponse
 from kvloom.engine_api.wire import (
     LENGTH,
     MAX_MESSAGE_BYTES,
@@ -30,21 +30,29 @@ from kvloom.engine_api.wire import (
 from kvloom.streams import open_standard_streams
 
 _SIGN_S = 1.0  # seconds between two signs of life
+_LONG_CHARS = 1 << 18  # of a text that takes less than a second
 _STDOUT, _STDERR = 1, 2
 
+log = logging.getLogger(__name__)
+
 Result = tuple[Status, Sequence[int]]
+_STOP = Operation.STOP
 
 
 class Host:
-    """Handles calls one after the other on the main thread; responses are sent from the engine's thread."""
+    """Handles calls one after the other on the main thread, except that each text is tokenised on a thread of its own;
+    responses are sent from the engine's thread.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._write_lock = threading.Lock()
         self._engine = InferenceEngine()
+        self._lock = threading.Lock()  # guards the next two
+        self._starting: set[int] = set()  # requests whose texts are tokenised
+        self._unwanted: set[int] = set()  # of these, those to be stopped
         self._calls: dict[bytes, Callable[[Fields], Result]] = {
             b"I": self._init,
-            b"R": self._forward,
             b"S": self._stop,
             b"Q": self._quotas,
             b"F": self._finalize,
@@ -60,12 +68,13 @@ class Host:
                 raise WireError(f"the library speaks protocol {theirs}, kvloom {version('kvloom')} speaks {PROTOCOL}")
             while True:
                 letter, fields = self._receive()
-                if letter not in self._calls:
-                    raise WireError(f"no such message {letter!r}")
                 call = fields.number("I")
-                status, values = self._calls[letter](fields)
-                if call:
-                    self._send(pack_answer(call, status.status_code(), status.status_msg(), values))
+                if letter == b"R":
+                    self._forward(call, fields)
+                elif letter in self._calls:
+                    self._answer(call, *self._calls[letter](fields))
+                else:
+                    raise WireError(f"no such message {letter!r}")
         except (EOFError, ConnectionError):
             pass
         finally:
@@ -77,23 +86,56 @@ class Host:
             status = self._engine.init(None, path)
         return status, [self._engine.get_max_batch_size()[1]]
 
-    def _forward(self, fields: Fields) -> Result:
+    def _forward(self, call: int, fields: Fields) -> None:
         number, is_checked = fields.number("Q"), bool(fields.number("?"))
         try:
             request = unpack_request(number, fields)
         except BadRequest as error:
-            return Status(Code.INVALID_ARG, str(error)), ()
+            self._answer(call, Status(Code.INVALID_ARG, str(error)))
+            return
         request.set_send_response_callback(functools.partial(self._respond, number))
-        return self._engine.forward(request, is_checked), ()
+        if not request.is_input_text():
+            self._answer(call, self._engine.forward(request, is_checked))
+            return
+        with self._lock:
+            self._starting.add(number)
+        threading.Thread(target=self._tokenise, args=(call, number, request, is_checked), daemon=True).start()
+
+    def _tokenise(self, call: int, number: int, request: InferenceRequest, is_checked: bool) -> None:
+        """Forward of a text, on a thread of its own."""
+        is_long = len(request.get_input_text()) > _LONG_CHARS
+        try:
+            with self._signs_of_life() if is_long else contextlib.nullcontext():
+                status = self._engine.forward(request, is_checked)
+        except Exception as error:  # whatever it is, as a lack of memory: the program's thread waits for an answer
+            log.exception("a text cannot be tokenised")
+            status = Status(Code.ERROR, f"{type(error).__name__}: {error}")
+        with self._lock:
+            self._starting.discard(number)
+            is_unwanted = number in self._unwanted
+            self._unwanted.discard(number)
+        if is_unwanted:
+            self._engine.control_request(number, _STOP)
+        with contextlib.suppress(ConnectionError):
+            self._answer(call, status)
 
     def _stop(self, fields: Fields) -> Result:
-        return self._engine.control_request(fields.number("Q"), Operation.STOP), ()
+        number = fields.number("Q")
+        with self._lock:
+            if number in self._starting:  # it is stopped when it has begun
+                self._unwanted.add(number)
+                return OK, ()
+        return self._engine.control_request(number, _STOP), ()
 
     def _quotas(self, fields: Fields) -> Result:
         return self._engine.get_request_block_quotas()
 
     def _finalize(self, fields: Fields) -> Result:
         return self._engine.finalize(), ()
+
+    def _answer(self, call: int, status: Status, values: Sequence[int] = ()) -> None:
+        if call:
+            self._send(pack_answer(call, status.status_code(), status.status_msg(), values))
 
     def _respond(self, number: int, response: InferenceResponse) -> None:
         """Send a response, on the engine's thread. Does nothing when the library is gone."""
@@ -102,7 +144,9 @@ class Host:
 
     @contextlib.contextmanager
     def _signs_of_life(self) -> Iterator[None]:
-        """A context that sends signs of life while a model is loaded, and ends this process if the library is gone."""
+        """A context that sends signs of life while something takes its time, and ends this process if the library is
+        gone.
+        """
         done = threading.Event()
 
         def send() -> None:

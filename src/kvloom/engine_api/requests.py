@@ -17,6 +17,7 @@ INPUT_IDS, OUTPUT_IDS, EOS_ATTR = "INPUT_IDS", "OUTPUT_IDS", "IBIS_EOS_ATTR"
 _DataType = DataType  # names used inside classes with attributes of the same name
 _Output = Output
 _MAX_UINT64, _MAX_UINT32 = 2**64 - 1, 2**32 - 1
+_COUNTED = 2  # contexts up to which a text's tokens are counted, so that callers learn by how much it is too long
 
 
 class RequestId:
@@ -182,6 +183,14 @@ class InferenceResponse:
 SendResponseCallback = Callable[[InferenceResponse], object]
 
 
+def _tokens(text: str, encoder: Tokenizer, most: int | None) -> tuple[int, ...]:
+    """The text's tokens. Raises BadRequest for more than `most`, if possible before all of it was read."""
+    ids = encoder.encode(text, max_tokens=most)
+    if most is not None and len(ids) > most:
+        raise BadRequest("input_text", f"has more than {most} tokens, {_COUNTED} times what prompt and answer may have")
+    return tuple(ids)
+
+
 class InferenceRequest:
     """A prompt, as token ids or as text, and how to answer it."""
 
@@ -280,14 +289,17 @@ class InferenceRequest:
         """Whether the prompt was set as text."""
         return self._text is not None
 
-    def get_request_inner(self, encoder: Tokenizer | None = None) -> engine_request.Request:
-        """The request in the engine's form; a text needs `encoder`. Raises BadRequest that names what is wrong."""
+    def get_request_inner(self, encoder: Tokenizer | None = None, context: int | None = None) -> engine_request.Request:
+        """The request in the engine's form; a text needs `encoder`, and is only read as far as `context` tokens need.
+
+        Raises BadRequest that names what is wrong.
+        """
         params = self.get_sampling_params().to_engine()
         if self._max_output_len is not None:
             params = replace(params, max_tokens=min(self._max_output_len, 2**31 - 1))
-        return engine_request.Request(self._id.key(), self._prompt(encoder), params)
+        return engine_request.Request(self._id.key(), self._prompt(encoder, context), params)
 
-    def _prompt(self, encoder: Tokenizer | None) -> tuple[int, ...]:
+    def _prompt(self, encoder: Tokenizer | None, context: int | None) -> tuple[int, ...]:
         others = sorted(self._inputs.keys() - {INPUT_IDS})
         if others:
             raise BadRequest(others[0], f"is not an input of the engine; it takes {INPUT_IDS}")
@@ -297,7 +309,7 @@ class InferenceRequest:
                 raise BadRequest(INPUT_IDS, "and an input text are both given; give one")
             if encoder is None:
                 raise BadRequest("input_text", "needs a tokenizer")
-            return tuple(encoder.encode(self._text))
+            return _tokens(self._text, encoder, None if context is None else _COUNTED * context)
         if tensor is None or not tensor.byte_size():
             raise BadRequest(INPUT_IDS, "is missing: add and fill it, or set a text")
         if not np.issubdtype(tensor.buffer().dtype, np.integer) or tensor.dtype() is TensorType.TYPE_BF16:

@@ -304,7 +304,7 @@ def test_a_long_text_that_is_being_tokenised_keeps_nobody_waiting(running, monke
     begun, go_on = threading.Event(), threading.Event()
 
     class Slow:
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, max_tokens: int) -> list[int]:
             begun.set()
             assert go_on.wait(120)
             return [1, 2, 3]

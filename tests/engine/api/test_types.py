@@ -25,6 +25,7 @@ from kvloom.engine_api import (
     Status,
     TensorType,
 )
+from kvloom.rank.byte_tokenizer import ByteTokenizer
 
 METHODS = {
     InferenceEngine: "Init GetRequestBlockQuotas Forward GetProcessingRequest ControlRequest Finalize GetMaxBatchSize",
@@ -263,3 +264,20 @@ def test_ids_that_are_no_list_of_whole_numbers_are_refused(ids):
 def test_a_text_that_is_none_is_refused():
     with pytest.raises(BadRequest, match="input_text: must be a text, got int"):
         InferenceRequest("a").set_input_text(5)
+
+
+def test_a_text_is_read_as_far_as_it_takes_to_see_that_it_is_too_long():
+    read = []
+
+    class Counting(ByteTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+            read.append(max_tokens)
+            return super().encode(text, add_special_tokens, max_tokens)
+
+    request = InferenceRequest(1)
+    request.set_input_text("x" * 300)
+    assert len(request.get_request_inner(Counting(), 200).prompt_ids) == 300, "the engine says by how much"
+    request.set_input_text("x" * 401)
+    with pytest.raises(BadRequest, match="input_text: has more than 400 tokens"):
+        request.get_request_inner(Counting(), 200)
+    assert read == [400, 400]

@@ -1,6 +1,8 @@
 """Texts to tokens: pieces give the tokens of the whole, bounds hold, and special tokens in users' texts stay text."""
 
 import functools
+import threading
+import time
 import unicodedata
 from typing import Any
 
@@ -15,6 +17,7 @@ from kvloom.engine.text import encoding, pieces
 from kvloom.engine.text.encoding import Encoder
 from kvloom.engine.text.marks import Marks
 from tests.support.engine.marks import restored
+from tests.support.waiting import WAIT_S
 
 WORDS = "hello world it's we'll THE Quick 123 4567 <|im_end|> 你好，世界。 こんにちは、 한국어。 \n\n  \t<x> a/b é"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>", "</s>")
@@ -90,6 +93,26 @@ def test_tokens_that_reach_across_a_cut_forbid_it(change: str):
     options = {} if change == "space" else {change: True}
     fast.add_special_tokens([AddedToken(content, normalized=False, special=True, **options)])
     assert pieces.is_divisible(fast) is False
+
+
+@pytest.mark.parametrize("name", ["smollm", "sentencepiece"])
+def test_other_threads_go_on_while_a_long_text_is_read_that_cannot_be_cut(name: str):
+    found, begun, is_inside = encoder(name), threading.Event(), True
+
+    def read() -> None:
+        nonlocal is_inside
+        begun.set()
+        found.encode("a" * 1_000_000)
+        is_inside = False
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert begun.wait(WAIT_S)
+    num_turns = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        num_turns += is_inside
+    assert num_turns > 10  # hundreds; one or two where the lock is not released
 
 
 def test_a_long_text_is_given_up_early():

@@ -84,14 +84,22 @@ class Encoder:
 
     def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None) -> list[int]:
         if not self._is_divisible or len(text) <= MAX_WHOLE_CHARS:
-            whole: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
-            return whole
+            return self._ids_of(text, add_special_tokens)
         ids: list[int] = []
         for piece in pieces(text):
-            ids += self._fast.encode(piece, add_special_tokens=False).ids
+            ids += self._ids_of(piece, False)
             if max_tokens is not None and len(ids) > max_tokens:
                 break
         return self._with_ends(ids) if add_special_tokens else ids
+
+    def _ids_of(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Of a text as it is. While a long one is read other threads go on: only a batch releases their lock."""
+        if len(text) > MAX_WHOLE_CHARS:
+            (found,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
+        else:
+            found = self._fast.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
+        return ids
 
     def _with_ends(self, ids: list[int]) -> list[int]:
         """`ids` between the tokens that the tokenizer puts around each text."""
