@@ -9,6 +9,7 @@ from rich.console import Console
 
 from kvloom.client import cli
 from kvloom.client.chat import Chat, ChatFailed, first_model, run
+from kvloom.contract.errors import BadRequest
 from kvloom.server.serving.options import WireOptions
 from tests.support.servers import MODEL, FakeServer, fake_server
 
@@ -137,6 +138,39 @@ def test_events_of_other_servers_are_read_with_and_without_a_space():
 def test_an_event_that_is_no_part_of_a_chat_is_one_sentence(event):
     with pytest.raises(ChatFailed, match="the server sent what is no part of a chat"):
         list(chat_with(f"data: {event}\n\n").ask("hi"))
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (302, "", "the server answered 302 Found"),
+        (500, "", "the server answered 500 Internal Server Error"),
+        (400, '{"error": {"message": null}}', '{"error": {"message": null}}'),
+    ],
+)
+def test_a_refusal_without_a_message_says_what_there_is(status: int, body: str, words: str):
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, text=body))
+    with pytest.raises(ChatFailed) as failed:
+        list(Chat(httpx.Client(base_url="http://other", transport=transport), "m").ask("hi"))
+    assert str(failed.value) == words
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "what://127.0.0.1:9"])
+def test_a_proxy_that_cannot_be_used_is_one_sentence(proxy: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    with pytest.raises(ChatFailed, match="the environment's proxy"):
+        cli.chat(model="m")
+
+
+@pytest.mark.parametrize("key", ["ключ", "a\nb", "\ud800"])
+def test_a_key_that_no_header_can_carry_is_one_sentence(key: str):
+    with pytest.raises(BadRequest, match="api_key: must be printable ASCII characters"):
+        cli.chat(api_key=key, model="m")
+
+
+def test_a_host_that_cannot_be_looked_up_is_one_sentence():
+    with pytest.raises(ChatFailed, match="is no URL"):
+        cli.chat(url="http://a..b", model="m")
 
 
 def test_half_a_character_is_not_sent():

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from starlette.responses import Response
 import mindieclient.httpclient
 import mindieclient.python.common.logging
 from mindieclient.python.common import Log
-from mindieclient.python.httpclient import Input, MindIEClientException, MindIEHTTPClient, RequestedOutput
+from mindieclient.python.httpclient import AsyncRequest, Input, MindIEClientException, MindIEHTTPClient, RequestedOutput
 from tests.support.wire.triton import MODEL, FakeTriton, serving
 
 
@@ -240,3 +241,67 @@ def test_typical_p_of_one_is_off_and_not_sent(client, fake):
 def test_names_that_lead_elsewhere_are_refused(client, name):
     with pytest.raises(MindIEClientException, match="model_name must be 1 to 256 letters"):
         client.is_model_ready(name)
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise ValueError
+
+
+HUGE = 10**5000  # more digits than Python prints
+LARGE = {"10^400": 10**400, "10^5000": HUGE, "-10^5000": -HUGE, "1e300": 1e300, "2^63": 2**63}
+
+
+@pytest.mark.parametrize("value", [*LARGE.values(), Unprintable()], ids=[*LARGE, "unprintable"])
+@pytest.mark.parametrize("name", ["network_timeout", "connection_timeout", "concurrency", "greenlet_size"])
+def test_a_number_that_is_too_large_for_a_clock_is_refused_by_name(name: str, value: object):
+    with pytest.raises(MindIEClientException, match=f"{name} must be a"):
+        MindIEHTTPClient("http://127.0.0.1:9", **{name: value})
+
+
+@pytest.mark.parametrize("value", LARGE.values(), ids=LARGE)
+def test_a_wait_that_is_too_long_for_a_clock_is_refused(value: float):
+    with pytest.raises(MindIEClientException, match="timeout must be a"):
+        AsyncRequest(Future()).get_result(value)
+
+
+@pytest.mark.parametrize("key", ["ключ", "a\nb", "\ud800", 5])
+def test_a_key_that_no_header_can_carry_is_refused(key: str):
+    with pytest.raises(MindIEClientException, match="api_key must be a string of printable ASCII"):
+        MindIEHTTPClient("http://127.0.0.1:9", api_key=key)
+
+
+@pytest.mark.parametrize("url", ["http://..", "http://a..b", f"http://{'a' * 64}"])
+def test_a_host_that_cannot_be_looked_up_is_refused(url: str):
+    with pytest.raises(MindIEClientException, match="url names no host"):
+        MindIEHTTPClient(url)
+
+
+RING: list[object] = []
+RING.append(RING)
+
+
+@pytest.mark.parametrize(
+    "value", [object(), float("nan"), HUGE, RING, b"bytes"], ids=lambda value: type(value).__name__
+)
+def test_a_parameter_that_is_no_json_is_refused_before_anything_is_sent(value: object):
+    with MindIEHTTPClient("http://127.0.0.1:9") as client:
+        for send in (client.generate, client.generate_stream):
+            with pytest.raises(MindIEClientException, match="the parameters are no JSON"):
+                send(MODEL, "hi", parameters={"other": value})
+        with pytest.raises(MindIEClientException, match="the parameters are no JSON"):
+            client.async_infer(MODEL, [tokens(1)], parameters={"other": value})
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "seed", "top_k"])
+@pytest.mark.parametrize("value", [10**400, HUGE], ids=["10^400", "10^5000"])
+def test_a_parameter_of_any_size_is_refused_by_name(name: str, value: int):
+    with MindIEHTTPClient("http://127.0.0.1:9") as client, pytest.raises(MindIEClientException, match=name) as caught:
+        client.generate(MODEL, "hi", parameters={name: value})
+    assert len(str(caught.value)) < 500
+
+
+def test_a_name_of_megabytes_is_not_repeated_whole(client):
+    with pytest.raises(MindIEClientException, match="model_name must be") as caught:
+        client.generate("m" * 10_000_000, "hi")
+    assert len(str(caught.value)) < 500

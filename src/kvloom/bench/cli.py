@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from kvloom.bench import load as loads
 from kvloom.bench import process, report
 from kvloom.bench.client import BenchError, Target
-from kvloom.client.address import why_not_listed, without_version
+from kvloom.client.address import authorization, why_not_listed, without_version
 from kvloom.contract.config import WEIGHT_FORMATS
 from kvloom.contract.numbers import whole
 
@@ -160,9 +160,8 @@ def _kernels(model: str | None, weight_format: str | None) -> list[report.Row]:
 
 def _first_model(url: str, api_key: str) -> str:
     """The first model that the server lists."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        reply = httpx.get(f"{url}/v1/models", headers=headers).raise_for_status()
+        reply = httpx.get(f"{url}/v1/models", headers=authorization(api_key), trust_env=False).raise_for_status()
         return str(reply.json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise BenchError(f"url: {url} does not list its models: {why_not_listed(error)}") from None

@@ -4,12 +4,23 @@ import re
 
 import httpx
 
+from kvloom.contract.errors import BadRequest
+
 _NUMBER = re.compile(r"^\[Errno -?\d+\] ")  # that an OSError puts before its text
 
 
 def without_version(url: str) -> str:
     """`url` without the /v1 at its end, with which OpenAI's clients want it."""
     return url.rstrip("/").removesuffix("/v1")
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    """The header with the key, none without. Raises BadRequest for a key that no header can carry."""
+    if not api_key:
+        return {}
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise BadRequest("api_key", "must be printable ASCII characters")
+    return {"Authorization": f"Bearer {api_key}"}
 
 
 def why_not_listed(error: httpx.HTTPError | httpx.InvalidURL) -> str:

@@ -46,7 +46,8 @@ class Chat:
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
-                    raise ChatFailed(_message_of(response.read()))
+                    status = f"the server answered {response.status_code} {response.reason_phrase}"
+                    raise ChatFailed(_message_of(response.read()) or status)
                 for line in response.iter_lines():
                     if line.startswith("data:") and (data := line[len("data:") :].strip()) != "[DONE]":
                         yield from _pieces(data)
@@ -115,6 +116,7 @@ def _pieces(data: str) -> list[str]:
 
 def _message_of(body: bytes) -> str:
     try:
-        return str(json.loads(body)["error"]["message"])
+        message = json.loads(body)["error"]["message"]
     except (ValueError, LookupError, TypeError, RecursionError):
-        return body.decode("utf-8", errors="replace")[:200]
+        message = None
+    return message if isinstance(message, str) else body.decode("utf-8", errors="replace")[:200]

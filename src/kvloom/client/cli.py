@@ -6,7 +6,7 @@ import httpx
 import typer
 from rich.console import Console
 
-from kvloom.client.address import without_version
+from kvloom.client.address import authorization, without_version
 from kvloom.client.chat import Chat, ChatFailed, first_model, run
 from kvloom.commands import finite
 
@@ -27,10 +27,13 @@ def chat(
     ] = 0.0,
 ) -> None:
     """Chat in the terminal with a running server."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = authorization(api_key)
     try:
         made = httpx.Client(base_url=without_version(url), headers=headers, timeout=httpx.Timeout(10.0, read=None))
-    except httpx.InvalidURL as error:
+        made.base_url.raw_host.decode("ascii").encode("idna")  # as the system's look-up will want it
+    except (httpx.InvalidURL, UnicodeError) as error:
         raise ChatFailed(f"--url {url!r} is no URL: {error}") from None
+    except (ValueError, ImportError) as error:  # httpx has no class for these
+        raise ChatFailed(f"the environment's proxy (HTTP_PROXY, ALL_PROXY, ...) cannot be used: {error}") from None
     with made as client:
         run(Chat(client, model or first_model(client), temperature), console)

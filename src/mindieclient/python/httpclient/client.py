@@ -54,7 +54,7 @@ class MindIEHTTPClient:
             context=connection.client_context(ssl_options) if enable_ssl else None,
             network_timeout_s=checks.check_positive("network_timeout", network_timeout),
             connection_timeout_s=checks.check_positive("connection_timeout", connection_timeout),
-            api_key=api_key,
+            api_key=checks.check_api_key(api_key),
         )
         self._verbose = bool(verbose)
         if self._verbose:
@@ -175,24 +175,24 @@ class MindIEHTTPClient:
         path = f"{checks.check_model(model_name, model_version)}/stopInfer"
         body = {"id": checks.check_request_id(request_id, optional=False)}
         with self._open_only():
-            response = connection.post(self._control, path, body)
+            response = connection.post(self._control, path, connection.json_bytes(body))
         self._trace("POST", path, response)
         if response.status_code == httpx.codes.NOT_FOUND:
             return Result({"id": request_id, "error": response.text}, self._verbose, is_success=False)
         connection.check_status(response, path)
         return Result(response.content or body, self._verbose)
 
-    def _send(self, path: str, body: dict[str, Any]) -> Result:
+    def _send(self, path: str, body: bytes) -> Result:
         with self._open_only():
             response = connection.post(self._inference, path, body)
         self._trace("POST", path, response)
         connection.check_status(response, path)
         return Result(response.content, self._verbose)
 
-    def _stream(self, path: str, body: dict[str, Any]) -> Generator[str]:
+    def _stream(self, path: str, body: bytes) -> Generator[str]:
         reader = EventReader()
         with self._open_only(), connection.telling(f"POST {path}"):
-            with self._inference.stream("POST", path, json=body) as response:
+            with self._inference.stream("POST", path, content=body, headers=connection.JSON) as response:
                 self._trace("POST", path, response)
                 if not response.is_success:
                     response.read()
@@ -244,7 +244,7 @@ class _OpenOnly:
             raise MindIEClientException("the client was closed during a request") from error
 
 
-def _infer_body(inputs: object, outputs: object, request_id: object, parameters: object) -> dict[str, Any]:
+def _infer_body(inputs: object, outputs: object, request_id: object, parameters: object) -> bytes:
     if not isinstance(inputs, Sequence) or len(inputs) != 1:
         raise MindIEClientException("inputs must be a list of exactly one Input")
     body: dict[str, Any] = {"inputs": [input_tensor_json(inputs[0], checks.check_parameters(parameters))]}
@@ -255,7 +255,7 @@ def _infer_body(inputs: object, outputs: object, request_id: object, parameters:
     return _with_id(body, request_id)
 
 
-def _generate_body(prompt: object, request_id: object, parameters: object) -> dict[str, Any]:
+def _generate_body(prompt: object, request_id: object, parameters: object) -> bytes:
     body: dict[str, Any] = {"text_input": checks.check_prompt(prompt)}
     checked = checks.check_parameters(parameters)
     if checked:
@@ -263,6 +263,6 @@ def _generate_body(prompt: object, request_id: object, parameters: object) -> di
     return _with_id(body, request_id)
 
 
-def _with_id(body: dict[str, Any], request_id: object) -> dict[str, Any]:
+def _with_id(body: dict[str, Any], request_id: object) -> bytes:
     checked = checks.check_request_id(request_id, optional=True)
-    return {"id": checked, **body} if checked else body
+    return connection.json_bytes({"id": checked, **body} if checked else body)

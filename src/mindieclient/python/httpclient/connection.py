@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 REQUIRED_SSL_OPTIONS = ("ca_certs", "certfile", "keyfile")
 OPTIONAL_SSL_OPTIONS = ("password",)
 MAX_ERROR_CHARS = 2000
+JSON = {"Content-Type": "application/json"}
 
 
 class Unreachable(MindIEClientException):
@@ -55,6 +56,10 @@ def checked_url(url: object, enable_ssl: bool) -> httpx.URL:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise MindIEClientException(f"url is not a URL: {error}") from error
+    try:
+        parsed.raw_host.decode("ascii").encode("idna")  # as the system's look-up will want it
+    except UnicodeError as error:
+        raise MindIEClientException(f"url names no host: {error}") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise MindIEClientException("url must look like http://IP:Port or https://IP:Port")
     if parsed.userinfo or parsed.query or parsed.fragment or parsed.path not in ("", "/"):
@@ -102,8 +107,6 @@ def telling(what: str) -> Iterator[None]:
         raise MindIEClientException(f"{what}: all connections are in use; raise concurrency") from error
     except httpx.TimeoutException as error:
         raise MindIEClientException(f"{what}: timed out ({type(error).__name__})") from error
-    except UnicodeEncodeError as error:
-        raise MindIEClientException(f"{what}: cannot be sent: it holds half a character") from error
     except httpx.RequestError as error:
         if isinstance(error, httpx.ConnectError) and not _is_tls(error):
             raise Unreachable(f"{what}: cannot connect: {error}") from error
@@ -132,10 +135,20 @@ def get(pool: httpx.Client, path: str) -> httpx.Response:
     return response
 
 
-def post(pool: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
-    """POST, never repeated once sent: the server may be working on it."""
+def json_bytes(body: dict[str, Any]) -> bytes:
+    """The body of a POST. Raises MindIEClientException when JSON cannot express it."""
+    try:
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise MindIEClientException("the request cannot be sent: it holds half a character") from error
+    except (TypeError, ValueError, RecursionError) as error:  # also what a type of the program's own raises
+        raise MindIEClientException(f"the parameters are no JSON: {error}") from error
+
+
+def post(pool: httpx.Client, path: str, body: bytes) -> httpx.Response:
+    """POST of JSON, never repeated once sent: the server may be working on it."""
     with telling(f"POST {path}"):
-        return pool.post(path, json=body)
+        return pool.post(path, content=body, headers=JSON)
 
 
 def check_status(response: httpx.Response, path: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mindieclient.python.httpclient.checks import check_positive
+from mindieclient.python.httpclient.checks import check_positive, shown
 from mindieclient.python.httpclient.errors import MindIEClientException
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Result:
         """The output of that index, in its shape and type. Raises MindIEClientException when there is none."""
         outputs = self._outputs()
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(outputs):
-            raise MindIEClientException(f"index must be an integer in [0, {len(outputs)}), the outputs: {index!r}")
+            raise MindIEClientException(f"index must be an integer in [0, {len(outputs)}), the outputs: {shown(index)}")
         return _to_numpy(outputs[index])
 
     def retrieve_output_name_to_numpy(self, name: str) -> NDArray[Any]:
@@ -64,7 +64,7 @@ class Result:
         for position, found in enumerate(names):
             if isinstance(name, str) and found.casefold() == name.casefold():
                 return self.retrieve_output_index_to_numpy(position)
-        raise MindIEClientException(f"the answer has no output {name!r}; it has {names}")
+        raise MindIEClientException(f"the answer has no output {shown(name)}; it has {names}")
 
     def _outputs(self) -> list[dict[str, Any]]:
         outputs = self._response.get("outputs")
@@ -117,7 +117,7 @@ def _to_numpy(output: dict[str, Any]) -> NDArray[Any]:
     datatype = output.get("datatype")
     dtype = _DTYPES.get(str(datatype))
     if dtype is None:
-        raise MindIEClientException(f"the answer has an output of the unknown datatype {datatype!r}")
+        raise MindIEClientException(f"the answer has an output of the unknown datatype {shown(datatype)}")
     try:
         return np.asarray(output["data"], dtype=dtype).reshape(output["shape"])
     except (KeyError, ValueError, TypeError, OverflowError) as error:

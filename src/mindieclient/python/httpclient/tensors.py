@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindieclient.python.httpclient.checks import MAX_NAME_CHARS
+from mindieclient.python.httpclient.checks import MAX_NAME_CHARS, shown
 from mindieclient.python.httpclient.errors import MindIEClientException
 
 MAX_TOKENS = 16000
@@ -20,7 +20,7 @@ class Input:
 
     def __init__(self, name: str, shape: Shape, datatype: str) -> None:
         if datatype != DATATYPE:
-            raise MindIEClientException(f"datatype must be {DATATYPE!r}, the only one supported: {datatype!r}")
+            raise MindIEClientException(f"datatype must be {DATATYPE!r}, the only one supported: {shown(datatype)}")
         self._name = _tensor_name(name)
         self._shape = _checked_shape(shape)
         self._tensor: NDArray[np.uint32] | None = None
@@ -94,7 +94,7 @@ def input_tensor_json(tensor: object, parameters: dict[str, Any]) -> dict[str, A
 
 def _tensor_name(name: object) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
-        raise MindIEClientException(f"name must be a string of 1 to {MAX_NAME_CHARS} characters: {name!r}")
+        raise MindIEClientException(f"name must be a string of 1 to {MAX_NAME_CHARS} characters: {shown(name)}")
     return name
 
 
@@ -105,4 +105,4 @@ def _checked_shape(shape: object) -> list[int]:
         whole = all(isinstance(v, int | np.integer) and not isinstance(v, bool) for v in values)
         if whole and rows == 1 and 1 <= columns <= MAX_TOKENS:
             return [1, int(columns)]
-    raise MindIEClientException(f"shape must be [1, n] with n in [1, {MAX_TOKENS}]: {shape!r}")
+    raise MindIEClientException(f"shape must be [1, n] with n in [1, {MAX_TOKENS}]: {shown(shape)}")
