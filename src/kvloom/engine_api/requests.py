@@ -17,6 +17,7 @@ INPUT_IDS, OUTPUT_IDS, EOS_ATTR = "INPUT_IDS", "OUTPUT_IDS", "IBIS_EOS_ATTR"
 _DataType = DataType  # names used inside classes with attributes of the same name
 _Output = Output
 _MAX_UINT64, _MAX_UINT32 = 2**64 - 1, 2**32 - 1
+_MAX_BITS = 512
 _COUNTED = 2  # contexts up to which a text's tokens are counted, so that callers learn by how much it is too long
 
 
@@ -36,7 +37,7 @@ class RequestId:
             value = value._value
         if not isinstance(value, str | int) or isinstance(value, bool):
             raise BadRequest("request_id", f"must be a text or a whole number, got {value!r}")
-        if isinstance(value, int) and not 0 <= value <= _MAX_UINT64:
+        if isinstance(value, int) and not 0 <= _printable("request_id", value) <= _MAX_UINT64:
             raise BadRequest("request_id", f"must be between 0 and {_MAX_UINT64}, got {value}")
         self._value = value
         return self
@@ -91,16 +92,23 @@ def _alias(name: str) -> property:
 def _whole(name: str, value: Any) -> int:
     """The value as a plain int, which messages to a rank can hold (numpy's are not). Raises BadRequest."""
     try:
-        return int(operator.index(value))
+        return _printable(name, int(operator.index(value)))
     except TypeError:
         raise BadRequest(name, f"must be a whole number, got {value!r}") from None
+
+
+def _printable(name: str, value: int) -> int:
+    """The value. Raises BadRequest for one of hundreds of digits, which no field takes and Python may not print."""
+    if value.bit_length() > _MAX_BITS:
+        raise BadRequest(name, f"must be a number of at most {_MAX_BITS} bits")
+    return value
 
 
 def _real(name: str, value: Any) -> float:
     """The value as a plain float. Raises BadRequest."""
     if not isinstance(value, int | float | np.number):
         raise BadRequest(name, f"must be a number, got {value!r}")
-    return float(value)
+    return float(_printable(name, value) if isinstance(value, int) else value)
 
 
 @dataclass

@@ -266,6 +266,17 @@ def test_a_text_that_is_none_is_refused():
         InferenceRequest("a").set_input_text(5)
 
 
+@pytest.mark.parametrize("name", ["seed", "top_k", "temperature", "top_p", "repetition_penalty", "presence_penalty"])
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_number_of_any_size_is_refused_by_its_name(name: str, digits: int):
+    for value in (10**digits, -(10**digits)):
+        with pytest.raises(BadRequest, match=f"{name}: must be a number of at most 512 bits"):
+            SamplingParams(**{name: value}).to_engine()
+        with pytest.raises(BadRequest, match="request_id: must be a number of at most 512 bits"):
+            RequestId(value)
+        assert not InferenceRequest(1).set_max_output_len(value)
+
+
 def test_a_text_is_read_as_far_as_it_takes_to_see_that_it_is_too_long():
     read = []
 
