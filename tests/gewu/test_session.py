@@ -56,6 +56,32 @@ def test_a_thread_that_waits_for_an_answer_learns_that_the_session_is_closed(ses
     assert refused == [Code.NOENT] * 4
 
 
+def test_every_close_waits_for_the_callback_that_runs(session: Session):
+    inside, go_on, returned = threading.Event(), threading.Event(), []
+
+    def on_reply(reply: object) -> None:
+        inside.set()
+        assert go_on.wait(WAIT_S)
+
+    def close() -> None:
+        session.close()
+        returned.append(go_on.is_set())
+
+    session.submit(MESSAGES, on_reply)
+    assert inside.wait(WAIT_S)
+    threads = [threading.Thread(target=close) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(0.1)
+    with pytest.raises(Refused) as caught:
+        session.submit(MESSAGES, on_reply)
+    go_on.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert (caught.value.code, returned) == (Code.NOENT, [True] * 3)
+
+
 def test_a_stream_may_be_left_after_its_session(session: Session):
     stream = session.stream(MESSAGES)
     next(stream)

@@ -118,10 +118,12 @@ OH_QoS_GewuErrorCode OH_QoS_GewuDestroySession(OH_QoS_GewuSession id)
     gewu_enter();
     struct session *session = gewu_session_find(id);
     if (session != NULL) {
-        gewu_session_close(session);
-        if (!session->is_lost) {
-            tell_destroyed(session);
-            error = OH_QOS_GEWU_OK;
+        if (!session->is_closed) {
+            gewu_session_close(session);
+            if (!session->is_lost) {
+                tell_destroyed(session);
+                error = OH_QOS_GEWU_OK;
+            }
         }
         gewu_wait_idle(session, 0);
         gewu_session_unref(session);
@@ -155,7 +157,7 @@ OH_QoS_GewuSubmitRequestResult OH_QoS_GewuSubmitRequest(OH_QoS_GewuSession sessi
     size_t length = strlen(json);
     gewu_enter();
     struct session *session = gewu_session_find(session_id);
-    if (session == NULL || session->is_lost) {
+    if (session == NULL || session->is_lost || session->is_closed) {
         result.error = OH_QOS_GEWU_NOENT;
     } else if (callback == NULL || length > GEWU_MAX_PAYLOAD) {
         result.error = OH_QOS_GEWU_INVAL;
@@ -190,7 +192,7 @@ OH_QoS_GewuErrorCode OH_QoS_GewuAbortRequest(OH_QoS_GewuSession session_id, OH_Q
             gewu_send(session->connection, &frame, 0, -1);
         }
         bool has_ended = !is_live && gewu_tombstone_take(session, id);
-        if ((is_live || has_ended) && !session->is_lost) {
+        if ((is_live || has_ended) && !session->is_lost && !session->is_closed) {
             error = OH_QOS_GEWU_OK;
         }
         if (id != 0) {

@@ -107,7 +107,7 @@ struct session {
     unsigned id;
     unsigned refs;  /* of the table, the callback thread, and each call that uses it */
     struct connection *connection;
-    bool is_closed;   /* destroyed */
+    bool is_closed;   /* destroyed; in the table until no callback runs */
     bool is_lost;     /* the connection is lost; queued replies are still delivered */
     bool has_thread;
     struct request *requests;  /* requests that are neither finished nor aborted */

@@ -103,12 +103,16 @@ void gewu_session_remove(struct session *session)
     }
 }
 
-/* Removes the session from the table and drops its requests, without callbacks. The caller holds a reference. Lock
- * held. */
+/*
+ * Closes the session and drops its requests, without callbacks. It stays in the table until its callback thread ends,
+ * so that a second Destroy can wait for a callback too. The caller holds a reference. Lock held.
+ */
 void gewu_session_close(struct session *session)
 {
-    gewu_session_remove(session);
     session->is_closed = true;
+    if (!session->has_thread) {
+        gewu_session_remove(session);
+    }
     while (session->requests != NULL) {
         gewu_request_drop(session, session->requests->id);
     }
