@@ -1,11 +1,28 @@
 // Requests to this server: the key, errors as one line, and server-sent events.
 
 const KEY = "kvloom.key";
+const LIMIT_MS = 10_000; // for answers that are not streamed
+
+let current = tabStorage()?.getItem(KEY) ?? "";
 
 export const key = {
-  get: () => sessionStorage.getItem(KEY) ?? "",
-  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+  get: () => current,
+  set: (value) => {
+    current = value;
+    tabStorage()?.setItem(KEY, value);
+  },
+  /** Whether `value` can be a key: no server has others, and a header cannot carry them. */
+  isPossible: (value) => /^[!-~]+$/.test(value),
 };
+
+/** null in a browser that keeps nothing for pages. */
+function tabStorage() {
+  try {
+    return sessionStorage;
+  } catch {
+    return null;
+  }
+}
 
 /** A failed request: the reason in one line; `status` 0 = there was no answer. */
 export class Problem extends Error {
@@ -25,14 +42,26 @@ export async function request(path, options = {}) {
     response = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Problem("The server cannot be reached.");
+    throw new Problem(error.name === "TimeoutError" ? "The server does not answer." : "The server cannot be reached.");
   }
   if (response.ok) return response;
   if (response.status === 401) window.dispatchEvent(new Event("needs-key"));
   throw new Problem(await complaint(response), response.status);
 }
 
-export const json = async (path, options) => (await request(path, options)).json();
+/** The JSON at `path`. Throws Problem, also if it has not come in time. */
+export async function json(path) {
+  const response = await request(path, { signal: AbortSignal.timeout(LIMIT_MS) });
+  return read(await response.text().catch(() => ""));
+}
+
+function read(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    throw new Problem("The server's answer cannot be read.");
+  }
+}
 
 async function complaint(response) {
   try {
@@ -62,7 +91,7 @@ export async function* events(response) {
       if (!line.startsWith("data:")) continue;
       const data = line.slice(5).trim();
       if (data === "[DONE]") return;
-      const event = JSON.parse(data);
+      const event = read(data);
       if (event.error) throw new Problem(event.error.message ?? String(event.error));
       yield event;
     }

@@ -1,7 +1,7 @@
 // The chat: one conversation, streamed, stoppable, with sampling controls.
 
 import { Problem, events, request } from "./api.js";
-import { byId, duration, make, number } from "./dom.js";
+import { byId, choices, duration, make, number } from "./dom.js";
 import { Growing } from "./text.js";
 import { Tip } from "./tip.js";
 
@@ -15,7 +15,7 @@ const ENDED = { length: "cut at the token limit", stop: "" };
 
 export class Chat {
   constructor() {
-    this.messages = []; // what the model is told: {role, content}
+    this.messages = []; // what the model is told: {role, content}; another list for each conversation
     this.controller = null; // of the answer under way
     this.tip = new Tip(byId("tip"));
     this.log = byId("log");
@@ -42,7 +42,7 @@ export class Chat {
   }
 
   showModels(models) {
-    byId("model").replaceChildren(...models.map(({ id }) => make("option", { value: id, textContent: id })));
+    choices(byId("model"), models.map(({ id }) => id));
     byId("model-field").hidden = models.length < 2;
   }
 
@@ -100,7 +100,8 @@ export class Chat {
     const name = make("h3", { textContent: byId("model").value || "model" });
     const growing = new Growing(body);
     this.tip.watch(body, () => growing.tokens);
-    return { article: make("article", { class: "turn" }, name, body, meta), body, meta, growing, thought: null };
+    const article = make("article", { class: "turn" }, name, body, meta);
+    return { article, body, meta, growing, thought: null, messages: this.messages };
   }
 
   /** The element for a turn's reasoning: above the answer, and collapsible. */
@@ -151,8 +152,8 @@ export class Chat {
   finish(turn, found, began, problem) {
     const { text } = turn.growing;
     if (problem) turn.article.append(make("p", { class: "problem", role: "alert", textContent: problem }));
-    if (text) this.messages.push({ role: "assistant", content: text });
-    else this.messages.pop(); // a question without an answer is not told again
+    if (text) turn.messages.push({ role: "assistant", content: text });
+    else turn.messages.pop(); // a question without an answer is not told again
     const facts = [];
     if (found.first) {
       const rate = (found.count - 1) / ((found.last - found.first) / 1000);

@@ -13,6 +13,15 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+/** Offers `values` in a select, "" under the name of `all`; what was chosen stays chosen if it is still offered. */
+export function choices(select, values, all = "") {
+  const before = [...select.options].map(({ value }) => value);
+  if (before.length === values.length && values.every((value, i) => value === before[i])) return;
+  const { value: chosen } = select;
+  select.replaceChildren(...values.map((value) => make("option", { value, textContent: value || all })));
+  if (values.includes(chosen)) select.value = chosen;
+}
+
 /** 1234.5 -> "1,235"; small numbers keep one decimal. */
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";

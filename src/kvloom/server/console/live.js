@@ -1,7 +1,7 @@
 // Live figures: keeps the feed's samples of the last minutes and draws them.
 
 import { Chart } from "./chart.js";
-import { byId, make, number } from "./dom.js";
+import { byId, choices, make, number } from "./dom.js";
 
 export const SPAN_S = 300;
 const RATE_S = 3; // a rate is of the last so many seconds
@@ -87,25 +87,30 @@ export class History {
     return this.models(i).reduce((found, model) => found + value(model), 0);
   }
 
-  /** The newest sample at least `seconds` before sample i, or the one before it. */
+  /** Whether the server has started anew since the last sample: its totals began again. */
+  hasRestarted(feed) {
+    const last = this.samples.at(-1);
+    return last === undefined || feed.uptime_s < last.feed.uptime_s;
+  }
+
+  /** The newest sample at least `seconds` before sample i, or the oldest of the server's life then; i if it is that one. */
   before(i, seconds) {
-    let j = i - 1;
-    while (j > 0 && this.samples[i].t - this.samples[j].t < seconds) j--;
+    const { samples } = this;
+    let j = i;
+    while (j > 0 && samples[i].t - samples[j].t < seconds && samples[j - 1].feed.uptime_s <= samples[j].feed.uptime_s) j--;
     return j;
   }
 
   /** The increase of a total per second; null if unknown. */
   rate(i, value) {
     const j = this.before(i, RATE_S);
-    if (j < 0) return null;
     const gained = this.sum(i, value) - this.sum(j, value);
-    return gained < 0 ? null : gained / (this.samples[i].t - this.samples[j].t);
+    return j === i || gained < 0 ? null : gained / (this.samples[i].t - this.samples[j].t);
   }
 
   /** The increase of one total per unit of another; null if the other did not increase. */
   mean(i, value, count) {
     const j = this.before(i, MEAN_S);
-    if (j < 0) return null;
     const counted = this.sum(i, count) - this.sum(j, count);
     return counted > 0 ? (this.sum(i, value) - this.sum(j, value)) / counted : null;
   }
@@ -124,12 +129,9 @@ export class Live {
 
   add(feed, t) {
     this.history.add(feed, t);
-    const select = byId("live-model");
-    if (select.options.length !== feed.models.length + 1) {
-      const options = feed.models.map(({ name }) => make("option", { value: name, textContent: name }));
-      select.replaceChildren(make("option", { value: "", textContent: "All models" }), ...options);
-      byId("live-model-field").hidden = feed.models.length < 2;
-    }
+    choices(byId("live-model"), ["", ...feed.models.map(({ name }) => name)], "All models");
+    byId("live-model-field").hidden = feed.models.length < 2;
+    this.history.model = byId("live-model").value;
     this.draw();
   }
 

@@ -11,6 +11,7 @@ import { Requests } from "./requests.js";
 
 const POLL_MS = 1000;
 const RETRY_MS = 3000;
+const REFUSED = "This key is not accepted.";
 const VIEWS = ["chat", "pictures", "live", "config"];
 
 const chat = new Chat();
@@ -19,6 +20,8 @@ const live = new Live();
 const replicas = new Replicas();
 const requests = new Requests();
 let timer = 0;
+let hasFeed = true; // not on the port beside a management port
+let isLoaded = false; // models and configuration
 
 function route() {
   const view = VIEWS.find((name) => `#${name}` === location.hash) ?? VIEWS[0];
@@ -45,26 +48,57 @@ function pulse(feed) {
   say(state, feed.is_draining || !isReady ? state : running ? `${number(running)} running` : "ready");
 }
 
+/** Asks the server how it is, again and again: for its figures, or on a port without them for its models. */
 async function poll() {
   clearTimeout(timer);
-  let pauseMs = POLL_MS;
+  let pauseMs = hasFeed ? POLL_MS : RETRY_MS;
   try {
-    const feed = await json("console/feed");
-    pulse(feed);
-    live.add(feed, performance.now() / 1000);
-    replicas.draw(feed);
-    requests.draw(feed);
+    await (hasFeed ? loadFeed() : loadModels());
   } catch (error) {
     if (error.status === 401) return; // goes on when there is a key
-    if (error.status === 404) {
-      say("ready", "");
+    if (error.status === 404 && hasFeed) {
+      hasFeed = false;
       notice("live-notice", "These figures are served on this server's management port.");
-      return;
+      notice("config-notice", "The configuration is served on this server's management port.");
+      pauseMs = 0;
+    } else {
+      say("lost", error.message.replace(/\.$/, "").toLowerCase());
+      pauseMs = RETRY_MS;
     }
-    say("lost", error.message.replace(/\.$/, "").toLowerCase());
-    pauseMs = RETRY_MS;
   }
   timer = setTimeout(poll, pauseMs);
+}
+
+/** Draws the server's figures and, once in each of its lives, its models and configuration. Throws Problem. */
+async function loadFeed() {
+  const feed = await json("console/feed");
+  isLoaded &&= !live.history.hasRestarted(feed);
+  pulse(feed);
+  live.add(feed, performance.now() / 1000);
+  replicas.draw(feed);
+  requests.draw(feed);
+  if (isLoaded) return;
+  drawConfig(await json("console/config"));
+  try {
+    await loadModels();
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    notice("chat-notice", "Chat is served on this server's other port.");
+  }
+  isLoaded = true;
+}
+
+/** Shows each model in the view for its kind of output. Throws Problem. */
+async function loadModels() {
+  const { data } = await json("v1/models");
+  const painters = data.filter(({ task }) => task === "text-to-image");
+  const isChatting = painters.length < data.length;
+  chat.showModels(data.filter((model) => !painters.includes(model)));
+  pictures.showModels(painters);
+  byId("pictures-link").hidden = !painters.length;
+  notice("chat-notice", isChatting ? "" : "The models of this server make pictures.");
+  if (!isChatting && !location.hash) location.hash = "#pictures";
+  if (!hasFeed) say("ready", "");
 }
 
 function notice(id, text) {
@@ -72,37 +106,9 @@ function notice(id, text) {
   byId(id).hidden = !text;
 }
 
-/** Loads the list of models and shows each in the view for its kind of output. Throws Problem. */
-async function loadModels() {
-  const { data } = await json("v1/models");
-  const painters = data.filter(({ task }) => task === "text-to-image");
-  chat.showModels(data.filter((model) => !painters.includes(model)));
-  pictures.showModels(painters);
-  byId("pictures-link").hidden = !painters.length;
-  if (painters.length < data.length) return;
-  notice("chat-notice", "The models of this server make pictures.");
-  if (!location.hash) location.hash = "#pictures";
-}
-
-/** Starts everything that needs a valid key. */
-async function begin() {
-  byId("key-form").hidden = true;
-  notice("chat-notice", "");
-  notice("config-notice", "");
-  poll();
-  loadModels().catch((error) => {
-    if (error.status === 401) return;
-    notice("chat-notice", error.status === 404 ? "Chat is served on this server's other port." : error.message);
-  });
-  json("console/config").then(drawConfig, (error) => {
-    if (error.status === 404) notice("config-notice", "The configuration is served on this server's management port.");
-    else if (error.status !== 401) notice("config-notice", error.message);
-  });
-}
-
 addEventListener("hashchange", route);
 addEventListener("needs-key", () => {
-  byId("key-problem").textContent = key.get() ? "This key is not accepted." : "";
+  byId("key-problem").textContent = key.get() ? REFUSED : "";
   if (byId("key-form").hidden) {
     byId("key-form").hidden = false;
     byId("key").focus();
@@ -111,8 +117,12 @@ addEventListener("needs-key", () => {
 });
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  key.set(byId("key").value.trim());
-  begin();
+  const given = byId("key").value.trim();
+  byId("key-problem").textContent = key.isPossible(given) ? "" : REFUSED;
+  if (!key.isPossible(given)) return;
+  key.set(given);
+  byId("key-form").hidden = true;
+  poll();
 });
 addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;
@@ -127,4 +137,4 @@ byId("settings-toggle").addEventListener("click", (event) => {
 if (matchMedia("(min-width: 60rem)").matches) byId("settings-toggle").click();
 
 route();
-begin();
+poll();

@@ -1,7 +1,7 @@
 // Pictures: generates pictures from a prompt and shows previews while they are made.
 
 import { Problem, events, request } from "./api.js";
-import { byId, duration, make } from "./dom.js";
+import { byId, choices, duration, make } from "./dom.js";
 
 const PARTIALS = 3;
 
@@ -16,7 +16,7 @@ export class Pictures {
   }
 
   showModels(models) {
-    byId("picture-model").replaceChildren(...models.map(({ id }) => make("option", { value: id, textContent: id })));
+    choices(byId("picture-model"), models.map(({ id }) => id));
     byId("picture-model-field").hidden = models.length < 2;
   }
 

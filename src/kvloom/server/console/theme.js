@@ -4,7 +4,14 @@
   const root = document.documentElement;
   const system = matchMedia("(prefers-color-scheme: dark)");
   const isDark = () => (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
-  const kept = localStorage.getItem(NAME);
+  const storage = () => {
+    try {
+      return localStorage;
+    } catch {
+      return null; // this browser keeps nothing for pages
+    }
+  };
+  const kept = storage()?.getItem(NAME);
   if (kept === "light" || kept === "dark") root.dataset.theme = kept;
 
   document.addEventListener("DOMContentLoaded", () => {
@@ -15,7 +22,7 @@
     };
     button.addEventListener("click", () => {
       root.dataset.theme = isDark() ? "light" : "dark";
-      localStorage.setItem(NAME, root.dataset.theme);
+      storage()?.setItem(NAME, root.dataset.theme);
       name();
     });
     system.addEventListener("change", name);
