@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +10,7 @@ import httpx
 import pytest
 
 from kvloom.rank.fake import ByteTokenizer
+from kvloom.server.secure.api_keys import new_key
 from tests.support.servers import MODEL, FakeServer, fake_server
 from tests.support.waiting import until
 
@@ -61,6 +63,29 @@ def test_a_request_id_comes_back_or_is_made(server: FakeServer):
     assert given.headers["x-request-id"] == "mine-1"
     made = server.client.post("/v1/completions", json=body, headers={"X-Request-Id": "bad id"})
     assert len(made.headers["x-request-id"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("GET", "/v1/models", {"X-Api-Key": ""}, 401),
+        ("GET", "/v1/nope", {}, 404),
+        ("GET", "/console/nope", {}, 404),
+        ("GET", "/generate", {}, 405),
+        ("POST", "/v1/completions", {"Origin": "https://evil.example"}, 403),
+        ("POST", "/v1/completions", {"Content-Type": "text/plain"}, 415),
+        ("GET", "/v1/models", {"X-Api-Key": "", "Host": "evil.example"}, 421),
+    ],
+)
+def test_a_refusal_has_a_request_id_too(method: str, path: str, headers: dict[str, str], status: int):
+    key = new_key()
+    with fake_server(keys=[key]) as server:
+        for given, wanted in (({"X-Request-Id": "mine-1"}, "mine-1"), ({}, "[0-9a-f]{32}")):
+            sent = {"X-Api-Key": key, **headers, **given}
+            sent = {name: value for name, value in sent.items() if value}
+            response = server.client.request(method, path, headers=sent, content=b"{}" if method == "POST" else None)
+            assert response.status_code == status
+            assert re.fullmatch(wanted, response.headers["x-request-id"])
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -17,6 +17,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from kvloom.net.guard import SiteMiddleware
 from kvloom.net.sites import Policy, Refusal
@@ -78,7 +79,7 @@ def _cut_off(status: int, code: str, message: str) -> Response:
     return answer
 
 
-def _refused(path: str, refused: Refusal) -> Response:
+def _refused(scope: Scope, refused: Refusal) -> Response:
     return _error(refused.status, f"EMS.{refused.status:04d}", refused.text)
 
 

@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import re
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -24,6 +22,7 @@ from kvloom.server.http.parsing import INLINE_BYTES, Parsing
 from kvloom.server.http.reply import Dialect, Endpoint, Fetch, HttpRequest, Reply
 from kvloom.server.http.unpacking import Unpacker
 from kvloom.server.observe.logs import current_request_id
+from kvloom.server.request_ids import request_id_of, with_id
 from kvloom.server.secure.key_guard import TENANT
 from kvloom.server.serving.health import Health
 from kvloom.server.serving.vision.hosts import ImageHosts
@@ -35,7 +34,6 @@ log = logging.getLogger(__name__)
 Answer = Callable[[HttpRequest], Awaitable[Reply]]
 T = TypeVar("T")
 
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}\Z")
 _CLIENT_GONE = 499  # the client is gone: no one reads this status
 
 
@@ -107,7 +105,7 @@ class _App:
         try:
             await self._router(scope, receive, send)
         except HTTPException as error:
-            await _no_route(scope, error)(scope, receive, send)
+            await with_id(scope, _no_route(scope, error))(scope, receive, send)
 
 
 def _answer(endpoint: Endpoint, parsing: Parsing, looking: Looking) -> Answer:
@@ -159,8 +157,7 @@ class _Handler:
         await response(scope, receive, send)
 
     async def _answered(self, request: Request) -> Response:
-        given = request.headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.match(given) else uuid.uuid4().hex
+        request_id = request_id_of(request.scope)
         current_request_id.set(request_id)
         try:
             self._check_port(request)
@@ -175,8 +172,7 @@ class _Handler:
         except Exception as error:  # a bug of ours; answered here, since uvicorn would close the connection
             log.error("a request to %s failed", request.url.path, exc_info=error)
             response = _error_response(self.dialect.error_reply(ServingError(BUG_TEXT)))
-        response.headers["X-Request-Id"] = request_id
-        return response
+        return with_id(request.scope, response)
 
     def _check_port(self, request: Request) -> None:
         """Raises NoRoute when this route does not exist on the port that the request came to."""

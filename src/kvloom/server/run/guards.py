@@ -4,7 +4,7 @@ from itertools import filterfalse
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from kvloom.contract.errors import ServingError
 from kvloom.net.guard import SiteMiddleware
@@ -14,6 +14,7 @@ from kvloom.server.config.settings import ServerConfig
 from kvloom.server.dialects.operators.console import OPEN_PATHS as CONSOLE_PATHS
 from kvloom.server.errors import Forbidden, Misdirected, WrongMediaType, reply_for_path
 from kvloom.server.http.browser import BrowserMiddleware
+from kvloom.server.request_ids import with_id
 from kvloom.server.secure.api_keys import KeyRing
 from kvloom.server.secure.key_guard import ApiKeyMiddleware
 
@@ -42,6 +43,6 @@ def guard(app: ASGIApp, policy: Policy, keys: KeyRing | None) -> ASGIApp:
     return SiteMiddleware(BrowserMiddleware(app), policy, _reply)
 
 
-def _reply(path: str, refused: Refusal) -> Response:
-    reply = reply_for_path(path, _ERRORS[refused.status](refused.text))
-    return Response(reply.body, reply.status, reply.headers, media_type="application/json")
+def _reply(scope: Scope, refused: Refusal) -> Response:
+    reply = reply_for_path(scope["path"], _ERRORS[refused.status](refused.text))
+    return with_id(scope, Response(reply.body, reply.status, reply.headers, media_type="application/json"))

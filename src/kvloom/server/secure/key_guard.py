@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvloom.server.errors import family_of
+from kvloom.server.request_ids import with_id
 from kvloom.server.secure.api_keys import MAX_KEY_CHARS, KeyRing
 
 TENANT = "kvloom.tenant"  # in an ASGI scope
@@ -30,7 +31,7 @@ class ApiKeyMiddleware:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await _unauthorized(scope["path"])(scope, receive, send)
+            await with_id(scope, _unauthorized(scope["path"]))(scope, receive, send)
 
     def _is_allowed(self, scope: Scope) -> bool:
         if scope["type"] == "http" and scope["path"] in self._open_paths:
