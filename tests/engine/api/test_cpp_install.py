@@ -1,5 +1,6 @@
 """The Engine API's library as C++ developers install it: below a prefix, by pkg-config, by $(kvloom engine ...)."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,12 +14,14 @@ from kvloom.engine_api.build import LIBRARY
 from kvloom.rank.fake import fake_answer
 from tests.support.compiling import cache_with, compiled, hasty_compiler
 from tests.support.engine.cpp import write_config
+from tests.support.pages import run_as_user
 
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler"),
 ]
 EXAMPLE = Path(__file__).parents[3] / "examples" / "engine_api.cpp"
+PAGE = EXAMPLE.parents[1] / "docs" / "engine-api.md"
 LAID = {
     "lib/libkvloom_engine.so.1",
     "lib/libkvloom_engine.so",
@@ -120,14 +123,43 @@ def test_headers_with_common_names_do_not_hide_those_of_a_program(environ, tmp_p
     subprocess.run(["c++", "-fsyntax-only", source, *flags, f"-I{tmp_path / 'own'}"], check=True)
 
 
+def wanted_of_the_documents() -> list[int]:
+    """The tokens of the answer that the documents' programs print."""
+    wanted = fake_answer(list(b"The capital of France is"), SamplingParams(temperature=0), 0, 16)
+    return wanted[: wanted.index(257) + 1] if 257 in wanted else wanted
+
+
+def block_of_the_documents(kind: str) -> str:
+    return PAGE.read_text().partition(f"```{kind}\n")[2].partition("```")[0]
+
+
 def test_the_program_of_the_documents_runs(environ, tmp_path):
-    text = (EXAMPLE.parents[1] / "docs" / "engine-api.md").read_text()
-    (tmp_path / "first.cpp").write_text(text.partition("```cpp\n")[2].partition("```")[0])
+    (tmp_path / "first.cpp").write_text(block_of_the_documents("cpp"))
     (tmp_path / "conf").mkdir()
     write_config(tmp_path / "conf")
     flags = run_cli(environ, "--cflags", "--libs").split()
     subprocess.run(["c++", "-std=c++11", "first.cpp", "-o", "first", *flags], cwd=tmp_path, check=True)
     done = subprocess.run(["./first"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
-    wanted = fake_answer(list(b"The capital of France is"), SamplingParams(temperature=0), 0, 16)
-    wanted = wanted[: wanted.index(257) + 1] if 257 in wanted else wanted
-    assert [int(line) for line in done.stdout.splitlines()] == wanted
+    assert [int(line) for line in done.stdout.splitlines()] == wanted_of_the_documents()
+
+
+@pytest.mark.skipif(shutil.which("pkg-config") is None, reason="needs pkg-config")
+def test_the_commands_of_the_documents_do_what_they_say(environ, tmp_path):
+    (tmp_path / "first.cpp").write_text(block_of_the_documents("cpp"))
+    (tmp_path / "conf").mkdir()
+    write_config(tmp_path / "conf")
+    script = block_of_the_documents("sh") + "./first\n"
+    done = run_as_user(script, tmp_path, environ)
+    assert done.returncode == 0, done.stderr
+    printed = [int(line) for line in done.stdout.splitlines() if line.isdigit()]
+    assert printed == wanted_of_the_documents() * 2
+    assert files_below(tmp_path / ".local") == LAID
+
+
+def test_the_python_program_of_the_documents_prints_the_answer(environ, tmp_path):
+    (tmp_path / "conf").mkdir()
+    write_config(tmp_path / "conf")
+    command = [sys.executable, "-c", block_of_the_documents("python")]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True, timeout=100)
+    tokens = [token for line in done.stdout.splitlines() for token in json.loads(line)]
+    assert tokens == wanted_of_the_documents()

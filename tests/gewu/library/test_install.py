@@ -14,6 +14,7 @@ from kvloom.native.install import Development
 from tests.support.compiling import cache_with, runs_for_damaged, runs_for_two
 from tests.support.gewu.daemons import DaemonProcess, run_program
 from tests.support.homeless import lose_home
+from tests.support.pages import run_as_user
 
 CHAT = Path(__file__).parents[3] / "examples" / "gewu" / "chat.c"
 LAID = {
@@ -96,6 +97,18 @@ def test_a_program_built_by_pkg_config_runs(environ, tmp_path, daemon: DaemonPro
     command = ["pkg-config", "--cflags", "--libs", "qos"]
     flags = subprocess.run(command, env=search, capture_output=True, text=True, check=True).stdout
     run_program(compile_chat(tmp_path, flags), daemon, str(model))
+
+
+@pytest.mark.skipif(shutil.which("pkg-config") is None, reason="needs pkg-config")
+def test_the_commands_of_the_documents_do_what_they_say(environ, tmp_path, daemon: DaemonProcess, model):
+    page = (CHAT.parents[2] / "docs" / "gewu.md").read_text()
+    [script] = [block for block in page.split("```sh\n") if block.startswith("kvloom gewu install")]
+    shutil.copy(CHAT, tmp_path)
+    done = run_as_user(script.partition("```")[0], tmp_path, environ)
+    assert done.returncode == 0, done.stderr
+    assert files_below(tmp_path / ".local") == LAID
+    assert files_below(tmp_path / "package") == {f"usr/{path}" for path in LAID}
+    run_program(tmp_path / "chat", daemon, str(model))
 
 
 def test_a_program_built_by_the_command_runs_without_the_cache(environ, tmp_path, daemon: DaemonProcess, model):
