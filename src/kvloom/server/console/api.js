@@ -3,26 +3,21 @@
 const KEY = "kvloom.key";
 const LIMIT_MS = 10_000; // for answers that are not streamed
 
-let current = tabStorage()?.getItem(KEY) ?? "";
+let storage = null;
+try {
+  storage = sessionStorage;
+} catch {} // this browser keeps nothing for pages
+let current = storage?.getItem(KEY) ?? "";
 
 export const key = {
   get: () => current,
   set: (value) => {
     current = value;
-    tabStorage()?.setItem(KEY, value);
+    storage?.setItem(KEY, value);
   },
-  /** Whether `value` can be a key: no server has others, and a header cannot carry them. */
+  /** Whether a header can carry `value`; no server has other keys. */
   isPossible: (value) => /^[!-~]+$/.test(value),
 };
-
-/** null in a browser that keeps nothing for pages. */
-function tabStorage() {
-  try {
-    return sessionStorage;
-  } catch {
-    return null;
-  }
-}
 
 /** A failed request: the reason in one line; `status` 0 = there was no answer. */
 export class Problem extends Error {

@@ -87,10 +87,9 @@ export class History {
     return this.models(i).reduce((found, model) => found + value(model), 0);
   }
 
-  /** Whether the server has started anew since the last sample: its totals began again. */
+  /** Whether the server has started anew since the last sample. */
   hasRestarted(feed) {
-    const last = this.samples.at(-1);
-    return last === undefined || feed.uptime_s < last.feed.uptime_s;
+    return feed.uptime_s < this.samples.at(-1)?.feed.uptime_s;
   }
 
   /** The newest sample at least `seconds` before sample i, or the oldest of the server's life then; i if it is that one. */
@@ -121,22 +120,19 @@ export class Live {
     this.history = new History();
     this.tiles = CHARTS.map((spec) => new Tile(spec, this.history));
     byId("charts").append(...this.tiles.map((tile) => tile.element));
-    byId("live-model").addEventListener("change", (event) => {
-      this.history.model = event.target.value;
-      this.draw();
-    });
+    byId("live-model").addEventListener("change", () => this.draw());
   }
 
   add(feed, t) {
     this.history.add(feed, t);
     choices(byId("live-model"), ["", ...feed.models.map(({ name }) => name)], "All models");
     byId("live-model-field").hidden = feed.models.length < 2;
-    this.history.model = byId("live-model").value;
     this.draw();
   }
 
   draw() {
     if (!this.history.samples.length || byId("live").hidden) return;
+    this.history.model = byId("live-model").value;
     for (const tile of this.tiles) tile.draw();
   }
 }

@@ -4,14 +4,11 @@
   const root = document.documentElement;
   const system = matchMedia("(prefers-color-scheme: dark)");
   const isDark = () => (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
-  const storage = () => {
-    try {
-      return localStorage;
-    } catch {
-      return null; // this browser keeps nothing for pages
-    }
-  };
-  const kept = storage()?.getItem(NAME);
+  let storage = null;
+  try {
+    storage = localStorage;
+  } catch {} // this browser keeps nothing for pages
+  const kept = storage?.getItem(NAME);
   if (kept === "light" || kept === "dark") root.dataset.theme = kept;
 
   document.addEventListener("DOMContentLoaded", () => {
@@ -22,7 +19,7 @@
     };
     button.addEventListener("click", () => {
       root.dataset.theme = isDark() ? "light" : "dark";
-      storage()?.setItem(NAME, root.dataset.theme);
+      storage?.setItem(NAME, root.dataset.theme);
       name();
     });
     system.addEventListener("change", name);
