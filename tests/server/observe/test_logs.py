@@ -90,6 +90,53 @@ def test_a_disk_that_has_room_again_is_told_with_what_was_lost(tmp_path, capsys)
     assert (tmp_path / "x.log").read_text() == "kept\nkept too\n"
 
 
+def write(handler: logging.Handler, *lines: str) -> None:
+    for line in lines:
+        handler.emit(logging.makeLogRecord({"msg": line}))
+
+
+@pytest.mark.parametrize("how", [Path.unlink, lambda path: path.rename(path.with_name("moved"))])
+def test_a_log_that_is_moved_or_removed_goes_on_under_its_name(tmp_path, how):
+    """As by logrotate, or by another server with the same path that begins the next file."""
+    handler = logs._file("logPath", tmp_path / "x.log", LogConfig())
+    write(handler, "one")
+    how(tmp_path / "x.log")
+    write(handler, "two", "three")
+    handler.close()
+    assert (tmp_path / "x.log").read_text() == "two\nthree\n"
+
+
+def test_of_no_older_files_none_is_kept_and_the_log_keeps_its_size(tmp_path):
+    handler = logs._file("logPath", tmp_path / "x.log", LogConfig(max_bytes=1000, num_old=0))
+    write(handler, *(f"{number:099}" for number in range(25)))
+    handler.close()
+    assert (tmp_path / "x.log").read_text().split() == [f"{number:099}" for number in range(18, 25)]
+    assert [path.name for path in tmp_path.iterdir()] == ["x.log"]
+
+
+def test_a_log_whose_next_file_cannot_begin_loses_no_line(tmp_path, capsys):
+    handler = logs._file("logPath", tmp_path / "x.log", LogConfig(max_bytes=1000, num_old=1))
+    (tmp_path / "x.log.1" / "in").mkdir(parents=True)
+    write(handler, *(f"{number:099}" for number in range(25)))
+    assert len((tmp_path / "x.log").read_text().split()) == 25
+    (tmp_path / "x.log.1" / "in").rmdir()
+    (tmp_path / "x.log.1").rmdir()
+    write(handler, "next")
+    handler.close()
+    assert (tmp_path / "x.log").read_text() == "next\n"
+    [told] = capsys.readouterr().err.splitlines()
+    why = "grows beyond its size, because no next file can be begun: Is a directory"
+    assert told == f"kvloom: {tmp_path}/x.log {why}"
+
+
+def test_a_path_that_is_no_utf_8_stands_in_the_log(tmp_path, capsys):
+    handler = logs._file("logPath", tmp_path / "x.log", LogConfig())
+    write(handler, f"loading {os.fsdecode(b'/models/' + bytes([255]))}")
+    handler.close()
+    assert (tmp_path / "x.log").read_text() == "loading /models/\\udcff\n"
+    assert capsys.readouterr().err == ""
+
+
 def test_a_pipe_for_a_log_is_never_waited_for(tmp_path, capsys):
     """Neither for a reader, nor for one that has stopped reading: a server would hang with all of its requests."""
     pipe = tmp_path / "x.log"

@@ -101,27 +101,63 @@ def _file(name: str, path: Path, config: LogConfig) -> RotatingFileHandler:
     """`name`: the setting that gave the path, for errors."""
     try:
         path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-        return _PrivateFile(path, maxBytes=config.max_bytes, backupCount=config.num_old, encoding="utf-8")
+        return _PrivateFile(path, "a", config.max_bytes, config.num_old, "utf-8", errors="backslashreplace")
     except OSError as error:
         raise BadRequest(name, f"{path} cannot be written: {error.strerror}") from None
 
 
 class _PrivateFile(RotatingFileHandler):
-    """Files that the owner writes and the group may read. Lines that a full disk, or pipe, refuses are lost, which is
-    reported once.
+    """Files that the owner writes and the group may read. A file that others have moved or removed is made anew. Lines
+    that a full disk, or pipe, refuses are lost, which is reported once.
     """
 
     _num_lost = 0
+    _is_stuck = False  # the next file could not be begun
+    _opened: os.stat_result
 
     def _open(self) -> TextIOWrapper:
-        return open(self.baseFilename, "a", encoding=self.encoding, opener=_private)
+        return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=self._enter)
+
+    def _enter(self, path: str, flags: int) -> int:
+        descriptor = _private(path, flags)
+        self._opened = os.fstat(descriptor)
+        return descriptor
 
     def emit(self, record: logging.LogRecord) -> None:
         num_lost = self._num_lost
+        if not self._is_there():
+            self._leave()
         super().emit(record)
         if num_lost and num_lost == self._num_lost:
             self._num_lost = 0
             self._tell(f"is written again; {num_lost} lines were lost")
+
+    def doRollover(self) -> None:
+        """Begins the next file. Where that cannot be, this one grows, which is reported once."""
+        try:
+            if self.backupCount:
+                super().doRollover()
+            else:
+                os.truncate(self.baseFilename, 0)
+            self._is_stuck = False
+        except OSError as error:
+            if not self._is_stuck:
+                self._tell(f"grows beyond its size, because no next file can be begun: {error.strerror}")
+            self._is_stuck = True
+
+    def _is_there(self) -> bool:
+        """Whether the path still leads to the file that was opened."""
+        try:
+            return os.path.samestat(os.stat(self.baseFilename), self._opened)
+        except OSError:
+            return False
+
+    def _leave(self) -> None:
+        """Closes the file; the next line opens it anew."""
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
