@@ -230,6 +230,14 @@ def test_the_documentation_shows_commands_that_do_what_they_say(slow: FakeServer
     expect(lines.filter(has_text=re.compile(rf"^curl -X DELETE {slow.url}/console/requests/"))).to_have_count(1)
 
 
+@pytest.mark.parametrize("width", [320, 1280])
+def test_the_documentation_does_not_scroll_sideways(slow: FakeServer, open_page: Open, width: int):
+    page = open_page(slow.url + "/docs", viewport={"width": width, "height": 700})
+    page.wait_for_selector("details")
+    page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
 def test_the_documentation_says_when_it_cannot_be_had(slow: FakeServer, open_page: Open, complaints: list[str]):
     page = open_page(slow.url + "/docs")
     for body in ('{"error": "no"}', "<p>Log in first"):
