@@ -22,7 +22,7 @@ from ems.common.exception import EmsException, internal_error
 from ems.config import CcKvOption, CcResult
 from ems.context_caching import CcFuture
 from ems.integration.parts import BlockParts
-from ems.integration.scheduling import Stage, Transfer
+from ems.integration.plan import Stage, Transfer
 from ems.integration.settings import RankLayout, Settings
 
 _STAGING_BYTES = 256 << 20

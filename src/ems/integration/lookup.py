@@ -33,6 +33,10 @@ class Lookup:
         """Number of ranks that hold a part of each block."""
         return len(self._sessions[0])
 
+    @property
+    def is_up(self) -> bool:
+        return self._circuit.is_up
+
     def begin(self, hashes: list[list[int]], start: int, end: int) -> "Future[int] | None":
         """How many tokens, at most `end`, an engine that has `start` can have with the pool; None while the pool is
         down.
@@ -41,23 +45,49 @@ class Lookup:
         """
         return self._executor.submit(self._reach, hashes, start, end) if self._circuit.is_up else None
 
+    def count(self, hashes: list[list[int]]) -> "Future[list[int]] | None":
+        """For each kind, how many of these blocks the pool has, from the first on: all of them when it does not answer.
+        None while the pool is down.
+        """
+        return self._executor.submit(self._count_all, hashes) if self._circuit.is_up else None
+
     def _reach(self, hashes: list[list[int]], start: int, end: int) -> int:
         deadline_s = time.monotonic() + self._timeout_s
 
         def count(kind: int, first: int, last: int) -> int:
-            found = last - first
-            for session in self._sessions[kind]:
-                left_ms = int((deadline_s - time.monotonic()) * 1000)
-                some = hashes[kind][first : first + found] if left_ms > 0 else []
-                found = session.caching.exists(some, CcKvOption(timeout=left_ms)) if some else 0
-            return found
+            return self._count(kind, hashes[kind][first:last], deadline_s)
 
         reached = longest_hit(self._kinds, start, end, count)
-        if time.monotonic() >= deadline_s:
-            self._circuit.failed("a lookup took longer than its deadline")
-        else:
-            self._circuit.succeeded()
+        self._end(deadline_s)
         return reached
+
+    def _count_all(self, hashes: list[list[int]]) -> list[int]:
+        deadline_s = time.monotonic() + self._timeout_s
+        counts = [self._count(kind, some, deadline_s) for kind, some in enumerate(hashes)]
+        is_in_time = self._end(deadline_s)
+        wanted = list(map(len, hashes))
+        if is_in_time and counts != wanted and not self._sessions[0][0].is_healthy(_HEALTH_S):
+            self._circuit.failed("it does not answer")
+            is_in_time = False
+        return counts if is_in_time else wanted
+
+    def _count(self, kind: int, hashes: list[int], deadline_s: float) -> int:
+        """How many of these blocks, from the first on, all ranks have."""
+        found = len(hashes)
+        for session in self._sessions[kind]:
+            left_ms = int((deadline_s - time.monotonic()) * 1000)
+            some = hashes[:found] if left_ms > 0 else []
+            found = session.caching.exists(some, CcKvOption(timeout=left_ms)) if some else 0
+        return found
+
+    def _end(self, deadline_s: float) -> bool:
+        """A lookup is over. Returns whether it was in time."""
+        is_in_time = time.monotonic() < deadline_s
+        if is_in_time:
+            self._circuit.succeeded()
+        else:
+            self._circuit.failed("a lookup took longer than its deadline")
+        return is_in_time
 
     def close(self) -> None:
         self._circuit.close()

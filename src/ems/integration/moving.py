@@ -16,7 +16,7 @@ from ems.circuit import Circuit
 from ems.common.exception import EmsException
 from ems.config import CcKvOption, CcResult
 from ems.context_caching import CcFuture
-from ems.integration.scheduling import Transfer
+from ems.integration.plan import Transfer
 from ems.integration.settings import RankLayout, Settings
 
 log = logging.getLogger(__name__)

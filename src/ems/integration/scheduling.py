@@ -2,8 +2,9 @@
 
 A request asks the pool once, on a thread, for the full blocks of its prompt that the engine lacks: the scheduler waits
 briefly, and otherwise asks again in its next step. A failed load is not tried again. Blocks are saved in the step that
-fills them, once the scheduler knows their tokens. The engine takes blocks of a sliding window back while a request
-runs: a request that gets such a block waits for the save that still reads it.
+fills them, once the scheduler knows their tokens; what the pool lacks of a prefix in the engine's own cache is saved
+when a request uses it (own.py). The engine takes blocks of a sliding window back while a request runs: a request that
+gets such a block waits for the save that still reads it.
 """
 
 import hashlib
@@ -20,6 +21,8 @@ from typing import Any
 
 from ems.integration.adapters import Adapters
 from ems.integration.lookup import Lookup
+from ems.integration.own import STEP_TOKENS, Own, OwnPrefixes
+from ems.integration.plan import Duties, Plan, Stage, Transfer
 from ems.integration.prefix import Chain, ExtraKeys, Kind, unit_of
 from ems.integration.stored import Stored, StoredBlock
 
@@ -27,58 +30,6 @@ log = logging.getLogger(__name__)
 _PATIENCE_S = 0.002  # seconds that a scheduler step waits for a lookup
 PROMISED = "ems_num_tokens"
 """In kv_transfer_params: so many tokens of the prompt are in the pool, or on their way there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Blocks of the engine's cache, and the hashes of their contents, in chain order.
-
-    blocks: for each group of layers of the kind, one block a hash. stage: of a layer-by-layer load, where the bytes
-    are.
-    """
-
-    request_id: str
-    kind: int
-    blocks: list[list[int]]
-    hashes: list[int]
-    stage: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Blocks that a worker loads into its host memory, before the request has blocks for them."""
-
-    number: int
-    hashes: list[int]
-
-
-@dataclass(slots=True)
-class Plan:
-    """What the workers do in one step. preempted: requests whose blocks are about to be overwritten. overtaken:
-    requests that lose some blocks, which left the window. is_reset: loads under way are not wanted any more. stages,
-    dropped: of layer-by-layer loads, what to load and what is not needed any more.
-    """
-
-    loads: list[Transfer] = field(default_factory=list)
-    saves: list[Transfer] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
-    overtaken: list[str] = field(default_factory=list)
-    is_reset: bool = False
-    stages: list[Stage] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Duties:
-    """What a connector does. handover_s: how long a request waits for tokens that another engine has promised.
-    is_layerwise: loads are staged, and run within a step.
-    """
-
-    is_loading: bool = True
-    is_saving: bool = True
-    has_events: bool = False
-    handover_s: float = 0.0
-    is_layerwise: bool = False
 
 
 @dataclass(slots=True)
@@ -94,6 +45,12 @@ class _Tracked:
     loading: frozenset[int] = frozenset()
     is_let_down: bool = False  # a load has failed
     waits_until_s: float | None = None  # until when it waits for promised tokens
+    own: Own = field(default_factory=Own)
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether another engine will wait for the request's blocks."""
+        return bool((getattr(self.request, "kv_transfer_params", None) or {}).get("do_remote_decode"))
 
     def hashes(self, kind: Kind, num_blocks: int) -> list[int]:
         """Hashes of the first blocks of a kind, which the request's tokens must fill."""
@@ -112,6 +69,7 @@ class Scheduling:
         self._tracked: dict[str, _Tracked] = {}
         self._saving: set[str] = set()  # requests with a save that the workers know of
         self._readers: dict[int, str] = {}  # block of a window -> the request that may still be saving it
+        self._own = OwnPrefixes(kinds)
         self._overtaken: set[str] = set()
         self._loads: list[Transfer] = []
         self._root = b""
@@ -143,23 +101,26 @@ class Scheduling:
         """
         unit, start = self._unit, num_computed_tokens
         end = (request.num_tokens - 1) // unit * unit  # the last token is always computed
-        may_load = self._duties.is_loading and self.lookup is not None
-        if not may_load or end <= start or start % unit or getattr(request, "skip_reading_prefix_cache", 0):
+        may_load = self._duties.is_loading and end > start and start % unit == 0
+        may_load = may_load and not getattr(request, "skip_reading_prefix_cache", 0)
+        if self.lookup is None:
             return 0, False
-        if self._is_adapter_read(request):
+        if may_load and self._is_adapter_read(request):
             return None, False
         root = self._root_of(request)
         if root is None:
             return 0, False
         tracked = self._track(request, root)
-        if tracked.is_let_down:
-            return 0, False
-        if tracked.asked != (start, end):
+        may_load = may_load and not tracked.is_let_down
+        if may_load and tracked.asked != (start, end):
             self._drop(tracked)
             hashes = [tracked.hashes(kind, end // kind.block_size) for kind in self._kinds]
-            assert self.lookup is not None
             tracked.asked, tracked.lookup = (start, end), self.lookup.begin(hashes, start, end)
-        if tracked.lookup is None:
+        if self._duties.is_saving:
+            self._own.look(tracked.own, start, tracked.hashes, self.lookup, tracked.is_promised)
+        if tracked.is_promised and not self._own.is_known(tracked.own, _PATIENCE_S):
+            return None, False
+        if not may_load or tracked.lookup is None:
             return 0, False
         try:
             reached = tracked.lookup.result(_PATIENCE_S)
@@ -239,6 +200,9 @@ class Scheduling:
         plan.stages, plan.dropped = self._stages, self._dropped
         self._loads, self._is_reset, self._stages, self._dropped = [], False, [], []
         self._saving -= set(plan.preempted)  # the workers finish these saves first
+        for id in plan.preempted:
+            if id in self._tracked:
+                self._tracked[id].own = Own()
         num_computed: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             num_computed[new.req_id] = new.num_computed_tokens
@@ -258,12 +222,14 @@ class Scheduling:
                     mine += more
         plan.overtaken, self._overtaken = sorted(self._overtaken), set()
         if self._duties.is_saving:
+            num_left = max(STEP_TOKENS, self._unit)
             for id, count in output.num_scheduled_tokens.items():
                 self._save(plan, id, num_computed.get(id, 0), count)
+                num_left -= self._save_own(plan, id, num_computed.get(id, 0), num_left)
         return plan
 
     def _restart(self, request_id: str, blocks: Sequence[Sequence[int]], num_computed_tokens: int) -> None:
-        """A request begins to compute: what it has was loaded, or was saved by the request that computed it."""
+        """A request begins to compute: what it has was loaded, or is the engine's own."""
         self._overtake(blocks)
         tracked = self._tracked.get(request_id)
         if tracked is not None:
@@ -287,16 +253,34 @@ class Scheduling:
             num_blocks = min(len(tracked.blocks[group]) for group in kind.groups) if tracked.blocks else 0
             first, end = max(num_saved, kind.first_needed(num_computed)), min(num_known // kind.block_size, num_blocks)
             ranges.append(range(first, end))
-        saves = self._transfers(tracked, ranges)
-        for save in saves:
-            wanted, kind = ranges[save.kind], self._kinds[save.kind]
+        for wanted, save in self._begin_saves(plan, tracked, ranges):
             tracked.num_saved[save.kind] = wanted.stop
-            if kind.window is not None:
-                self._readers.update(dict.fromkeys(chain.from_iterable(save.blocks), request_id))
+
+    def _save_own(self, plan: Plan, request_id: str, num_computed: int, num_tokens: int) -> int:
+        """Save what the pool lacks of the prefix that the request found in the engine's cache, at most `num_tokens`
+        tokens if no other engine waits for them. Returns how many.
+        """
+        tracked = self._tracked.get(request_id)
+        if tracked is None or not tracked.blocks:
+            return 0
+        limit = None if tracked.is_promised else max(0, num_tokens)
+        ranges = self._own.take_lacking(tracked.own, num_computed, limit, tracked.is_promised)
+        self._begin_saves(plan, tracked, ranges)
+        return max(len(some) * kind.block_size for kind, some in zip(self._kinds, ranges, strict=True))
+
+    def _begin_saves(self, plan: Plan, tracked: _Tracked, ranges: Sequence[range]) -> list[tuple[range, Transfer]]:
+        """Put saves of these ranges of blocks into the plan. Returns each with its range."""
+        saves = [(ranges[save.kind], save) for save in self._transfers(tracked, ranges)]
+        for wanted, save in saves:
+            if self._kinds[save.kind].window is not None:
+                self._readers.update(dict.fromkeys(chain.from_iterable(save.blocks), save.request_id))
             if save.kind == 0 and self._duties.has_events:
                 self._expect(tracked.request, wanted.start, save.hashes)
-            self._saving.add(request_id)
-        plan.saves += saves
+            if self.lookup is not None and self.lookup.is_up:
+                self._own.saving(save.kind, save.hashes)
+            self._saving.add(save.request_id)
+        plan.saves += [save for _wanted, save in saves]
+        return saves
 
     def _transfers(self, tracked: _Tracked, ranges: Sequence[range]) -> list[Transfer]:
         """Transfers of these ranges of blocks, for each kind."""
@@ -328,8 +312,7 @@ class Scheduling:
             self._drop(tracked)
         is_saving = request.request_id in self._saving
         self._saving.discard(request.request_id)
-        wants_handover = (getattr(request, "kv_transfer_params", None) or {}).get("do_remote_decode")
-        if not wants_handover or tracked is None:
+        if tracked is None or not tracked.is_promised:
             return is_saving, None
         saved = zip(self._kinds, tracked.num_saved, strict=True)
         return is_saving, {PROMISED: min(kind.block_size * count for kind, count in saved) // self._unit * self._unit}

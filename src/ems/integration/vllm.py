@@ -34,8 +34,9 @@ from ems.integration.layers import Layers
 from ems.integration.lookup import Lookup
 from ems.integration.moving import Moving
 from ems.integration.parts import BlockParts, split_blocks
+from ems.integration.plan import Duties, Plan
 from ems.integration.prefix import Kind, kinds_of
-from ems.integration.scheduling import Duties, Plan, Scheduling
+from ems.integration.scheduling import Scheduling
 from ems.integration.settings import KindLayout, RankLayout, Settings, model_fingerprint
 from ems.integration.stored import StoredBlock
 from ems.integration.vllm_stats import EMSPromMetrics, EMSStats

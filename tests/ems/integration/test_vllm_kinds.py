@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from ems.integration.plan import Duties
 from ems.integration.prefix import Kind, kinds_of, longest_hit, unit_of
-from ems.integration.scheduling import Duties, Scheduling
+from ems.integration.scheduling import Scheduling
 from kvloom.pool.agent import Agent
 from tests.support.pool.agents import blocks_of
 from tests.support.vllm.engine import Engine, engine
