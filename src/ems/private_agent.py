@@ -39,30 +39,38 @@ class EmbeddedAgent:
 
     def locate(self, deadline_s: float) -> Path:
         """The socket of a running agent. Raises OSError when it cannot be started, TimeoutError when not in time."""
-        path = Path(self._folder) / "ems.sock"
         if os.getpid() != self._owner:
-            return path
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            path = Path(self._folder) / "ems.sock"
-            limit_s = max(deadline_s, time.monotonic() + 0.001)
-            while not path.exists():
-                if self._process is not None and self._process.poll() is not None:
-                    raise ConnectionRefusedError("the embedded agent ended while starting")
-                if time.monotonic() > limit_s:
-                    raise TimeoutError("the embedded agent is still starting")
-                time.sleep(_POLL_S)
+            return Path(self._folder) / "ems.sock"
+        limit_s = max(deadline_s, time.monotonic() + 0.001)
+        process, path = self._running(limit_s)
+        while not path.exists():
+            if process.poll() is not None:
+                raise ConnectionRefusedError("the embedded agent ended while starting")
+            if time.monotonic() > limit_s:
+                raise TimeoutError("the embedded agent is still starting")
+            time.sleep(_POLL_S)
         return path
 
-    def _start(self) -> None:
+    def _running(self, limit_s: float) -> "tuple[subprocess.Popen[bytes], Path]":
+        """The agent, which is started if it does not run, and where its socket is or will be. Raises OSError."""
+        if not self._lock.acquire(timeout=max(0.0, limit_s - time.monotonic())):
+            raise TimeoutError("the embedded agent is being ended")
+        try:
+            process = self._process
+            if process is None or process.poll() is not None:
+                process = self._process = self._start()
+            return process, Path(self._folder) / "ems.sock"
+        finally:
+            self._lock.release()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
         if importlib.util.find_spec("kvloom") is None:
             raise FileNotFoundError("the embedded agent is kvloom's, which is not installed here")
         self._clean()
         self._folder = tempfile.mkdtemp(prefix="ems-")
         source = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH", ""))))
-        self._process = subprocess.Popen(
+        return subprocess.Popen(
             [*AGENT, f"--socket={self._folder}/ems.sock", *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

@@ -5,14 +5,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import ems
-from ems import CcConfig, CcConfig_v1, CcResult, Ems, EmsConfig, EmsErrorCode, EmsException, KvStatus
+from ems import CcConfig, CcConfig_v1, CcResult, Ems, EmsConfig, EmsErrorCode, EmsException, KvStatus, private_agent
 from ems.common import sockets
 from ems.common.sockets import find_socket
+from ems.private_agent import EmbeddedAgent
 from kvloom.pool.doctor import check_machine
 from tests.support.pool.agents import copy_of, new_kv, running_agent, shared_files, slots_of, tokens_of, zero
 from tests.support.waiting import soon, until
@@ -181,6 +184,27 @@ class TestEmbedded:
             os.waitpid(agent.pid, 0)
             cc.save(slots_of(0), [1], [4])
             assert cc.load(slots_of(0), [1], [4]).success == 1
+
+    def test_no_caller_waits_beyond_its_deadline_for_an_agent_that_another_one_starts(self, monkeypatch):
+        stuck = (sys.executable, "-c", "import sys; sys.stdin.read()")  # it never serves
+        monkeypatch.setattr(private_agent, "AGENT", stuck)
+        agent = EmbeddedAgent("16M")
+        is_over = threading.Event()
+
+        def start() -> None:
+            with suppress(OSError):
+                agent.locate(soon())
+            is_over.set()
+
+        try:
+            threading.Thread(target=start, daemon=True).start()
+            until(lambda: agent._process is not None)
+            with pytest.raises(TimeoutError, match="still starting"):
+                agent.locate(0.0)
+            assert not is_over.is_set()
+        finally:
+            agent.stop()
+        until(is_over.is_set)
 
     def test_a_forked_child_uses_the_pool_by_connections_of_its_own(self):
         with ems.embedded(pool="32M"):

@@ -64,6 +64,11 @@ def _check_counts(expected: int, *lists: list[int]) -> None:
             raise ValueError("negative value")
 
 
+def _check_statuses(statuses: bytes) -> None:
+    if unknown := statuses.translate(None, bytes(Status)):
+        raise ValueError(f"{unknown[0]} is no status")
+
+
 def _check_lengths(lengths: list[int]) -> None:
     if lengths and not 0 < min(lengths) <= max(lengths) <= MAX_BLOCK_BYTES:
         raise ValueError(f"a block is 1 to {MAX_BLOCK_BYTES} bytes")
@@ -179,6 +184,9 @@ class Saved(Message):
     OP = 10
     statuses: bytes
 
+    def __post_init__(self) -> None:
+        _check_statuses(self.statuses)
+
 
 @dataclass
 class Reserve(Message):
@@ -205,6 +213,9 @@ class Reserved(Message):
     segments: list[int]
     offsets: list[int]
     num_given_back: int = 0
+
+    def __post_init__(self) -> None:
+        _check_statuses(self.statuses)
 
 
 @dataclass

@@ -136,6 +136,8 @@ def raw(op: int, values: tuple) -> m.Message:
         (m.Pick, (bytes(31), False)),
         (m.Has, (KEY + b"1", False)),
         (m.Present, (b"\0\1\2",)),
+        (m.Saved, (b"\0\7",)),
+        (m.Reserved, (b"\xff", [0], [0])),
     ],
 )
 def test_a_message_out_of_its_limits_is_malformed(cls, values):

@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from ems import CcKvOption
+from ems import CcKvOption, CcResult
 from ems.wire import messages as m
 from kvloom.pool.agent import Agent
+from kvloom.pool.cluster.arrivals import receive_blocks
+from kvloom.pool.cluster.peer_session import PeerSession
 from kvloom.pool.cluster.placement import home
 from kvloom.pool.config import Address, TenantLimits
+from kvloom.pool.storage.passing import Announced
 from tests.support.pool.agents import BLOCK_SIZE, SECRET, blocks_of, has_pushed, running_agent, session, slots_of
 from tests.support.waiting import soon, until
 
@@ -84,9 +87,31 @@ def hold_up_pushes(engine: Engine, until_set: threading.Event, monkeypatch) -> N
         monkeypatch.setattr(link._saves, "_try", held_up)
 
 
+def answer_unknown(peer: PeerSession, message: m.PeerPut, deadline_s: float) -> None:
+    """Answer a node's blocks with statuses that no version of the protocol has."""
+    blocks = Announced(m.split_keys(message.keys), message.lengths, message.sums, message.parents)
+    for _statuses, got, _lengths in receive_blocks(peer._channel, peer._node.pool("other"), blocks, deadline_s):
+        got.release()
+    told = type("Raw", (), {"OP": m.Saved.OP})()
+    told.statuses = b"\x63" * len(message.lengths)
+    peer._channel.send(told, deadline_s)
+
+
 def held(engines: list[Engine], keys: list[bytes]) -> list[set[bytes]]:
     """Which of `keys` each node holds."""
     return [set(keys) - set(engine.pool.missing(keys)) for engine in engines]
+
+
+def test_a_node_whose_answer_is_none_gets_the_next_blocks_when_it_answers(engines, monkeypatch):
+    hashes = list(range(64))
+    with monkeypatch.context() as patched:
+        patched.setattr(PeerSession, "_put", answer_unknown)
+        assert engines[0].save(hashes).success == 64
+        until(lambda: have_pushed(engines))
+        assert engines[0].pool.counts["push_done"] == 0 < engines[0].pool.counts["push_failed"]
+    until(lambda: engines[0].save(hashes) == CcResult(64, 64) and have_pushed(engines))
+    engines[0].pool.evict(1 << 40)
+    assert engines[1].load(hashes) > 0
 
 
 def test_all_that_was_saved_is_found_from_every_node(engines):

@@ -1,9 +1,12 @@
 """The control plane's table of nodes: which nodes are forgotten, and when."""
 
+import sqlite3
 from contextlib import closing
 
+import pytest
+
 from kvloom.pool.control.members import ALIVE_S, LOST_S
-from kvloom.pool.control.state import ControlState, Heartbeat
+from kvloom.pool.control.state import Conflict, ControlState, Heartbeat
 from kvloom.pool.node import NodeStats
 
 
@@ -43,3 +46,22 @@ def test_a_node_without_an_address_that_is_gone_for_an_hour_leaves_no_row():
         assert beat("mute-2", "") == ["drained", "mute-1", "mute-2", "reached"]
         now_s[0] += 1
         assert beat("mute-2", "") == ["drained", "mute-2", "reached"]
+
+
+def test_of_two_agents_with_one_id_the_earlier_is_told_so_also_while_nothing_can_be_kept(state):
+    def beat(incarnation):
+        return state.heartbeat("a", Heartbeat(f"{incarnation}:1", NodeStats("a", [], {}), incarnation))
+
+    state._db.execute("PRAGMA query_only = ON")  # a full disk
+    for incarnation in ("first", "later"):
+        with pytest.raises(sqlite3.OperationalError):
+            beat(incarnation)
+    with pytest.raises(Conflict, match="the agent at no address started later"):
+        beat("first")
+
+
+def test_a_node_that_was_removed_has_nothing_to_evict_when_it_comes_back(state):
+    state.heartbeat("a", Heartbeat("a:1", NodeStats("a", [], {})))
+    state.evict("a", "t", 1)
+    state.remove_node("a")
+    assert state.heartbeat("a", Heartbeat("a:1", NodeStats("a", [], {}))).evict == []

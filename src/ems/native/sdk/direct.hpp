@@ -76,7 +76,8 @@ class DirectSaving {
         body.integers(line_.segments);
         body.integers(line_.offsets);
         save_.num_given_back = body.integer(0);
-        if (!body.is_good(1) || num_statuses != num || line_.segments.size() != num || line_.offsets.size() != num) {
+        if (!body.is_good(1) || num_statuses != num || line_.segments.size() != num || line_.offsets.size() != num ||
+            !are_known(statuses, num)) {
             return false;
         }
         line_.statuses.assign(statuses, statuses + num);
@@ -129,7 +130,7 @@ class DirectSaving {
         BodyReader body = frame.body();
         size_t num;
         const uint8_t* statuses = body.bytes(num);
-        if (!body.is_good() || num != line_.numbers.size()) {
+        if (!body.is_good() || num != line_.numbers.size() || !are_known(statuses, num)) {
             return line_.unexpected(frame);
         }
         for (size_t i = 0; i < num; i++) {

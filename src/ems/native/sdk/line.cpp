@@ -298,7 +298,7 @@ class Saving {
         ems::BodyReader body = frame.body();
         size_t num;
         const uint8_t* statuses = body.bytes(num);
-        if (!body.is_good() || num > static_cast<size_t>(save_.num - save_.num_done)) {
+        if (!body.is_good() || num > static_cast<size_t>(save_.num - save_.num_done) || !ems::are_known(statuses, num)) {
             return line_.unexpected(frame);
         }
         for (size_t i = 0; i < num; i++) {

@@ -1,6 +1,8 @@
 // The SDK's calls over a link: load, save, exists (line.cpp).
 #pragma once
 
+#include <algorithm>
+
 #include "plan.hpp"
 #include "stream.hpp"
 
@@ -14,6 +16,9 @@ inline int64_t aligned(int64_t size) { return (size + kAlign - 1) / kAlign * kAl
 // Statuses of saved blocks, as in messages.py.
 constexpr uint8_t kStored = 0, kConflict = 2, kLocal = 6;
 inline bool is_success(uint8_t status) { return status <= kConflict || status == kLocal; }
+inline bool are_known(const uint8_t* statuses, size_t num) {
+    return std::all_of(statuses, statuses + num, [](uint8_t status) { return status <= kLocal; });
+}
 
 }  // namespace ems
 

@@ -159,9 +159,10 @@ class ControlState:
         stats = msgspec.json.encode(beat.stats).decode()
         with self._lock:
             if not self._members.hear(node_id, beat.incarnation, self._steady()):
-                (other,) = self._db.execute("SELECT address FROM nodes WHERE node_id = ?", (node_id,)).fetchone()
+                row = self._db.execute("SELECT address FROM nodes WHERE node_id = ?", (node_id,)).fetchone()
+                address = row[0] if row is not None else ""  # no row: the disk was full when it was heard of
                 raise Conflict(
-                    f"the agent at {other or 'no address'} started later and calls itself {node_id} too; "
+                    f"the agent at {address or 'no address'} started later and calls itself {node_id} too; "
                     "give each its own --node-id"
                 )
             self._db.execute(
@@ -215,21 +216,23 @@ class ControlState:
 
     def drain(self, node_id: str, is_draining: bool) -> None:
         """Whether new blocks avoid the node. Raises Missing."""
-        self._change("UPDATE nodes SET is_draining = ? WHERE node_id = ?", (is_draining, node_id), node_id)
+        with self._lock:
+            self._change("UPDATE nodes SET is_draining = ? WHERE node_id = ?", (is_draining, node_id), node_id)
 
     def remove_node(self, node_id: str) -> None:
-        """Forgets a node until it is heard of again. Raises Missing."""
-        self._change("DELETE FROM nodes WHERE node_id = ?", (node_id,), node_id)
+        """Forgets a node, and what it was to do, until it is heard of again. Raises Missing."""
         with self._lock:
+            self._change("DELETE FROM nodes WHERE node_id = ?", (node_id,), node_id)
             self._members.forget(node_id)
+            self._evict.pop(node_id, None)
 
     def evict(self, node_id: str, tenant: str, size: int) -> None:
         """Make the node evict that many bytes of a tenant at its next heartbeat. Raises Missing."""
-        self._change("UPDATE nodes SET node_id = node_id WHERE node_id = ?", (node_id,), node_id)
         with self._lock:
+            self._change("UPDATE nodes SET node_id = node_id WHERE node_id = ?", (node_id,), node_id)
             self._evict[node_id].append((tenant, size))
 
     def _change(self, statement: str, values: tuple[str | bool, ...], node_id: str) -> None:
-        with self._lock:
-            if self._db.execute(statement, values).rowcount == 0:
-                raise Missing(f"no node {node_id}")
+        """With the lock held."""
+        if self._db.execute(statement, values).rowcount == 0:
+            raise Missing(f"no node {node_id}")
