@@ -20,7 +20,7 @@ _POLL_S = 0.01
 
 
 class EmbeddedAgent:
-    """Starts the agent at the first `locate`, and again if it died. Owned by the process that made it."""
+    """Starts the agent at the first `locate`, and again if it died, until `stop`. Owned by the process that made it."""
 
     def __init__(self, pool: str, arguments: tuple[str, ...] = ()) -> None:
         """pool: its memory, such as "256M"; arguments: more of the agent's command line."""
@@ -28,6 +28,7 @@ class EmbeddedAgent:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._folder = ""
+        self._is_stopped = False
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -56,6 +57,8 @@ class EmbeddedAgent:
         if not self._lock.acquire(timeout=max(0.0, limit_s - time.monotonic())):
             raise TimeoutError("the embedded agent is being ended")
         try:
+            if self._is_stopped:
+                raise ConnectionRefusedError("the embedded agent was ended")
             process = self._process
             if process is None or process.poll() is not None:
                 process = self._process = self._start()
@@ -83,10 +86,11 @@ class EmbeddedAgent:
         self.locate(time.monotonic() + _START_S)
 
     def stop(self) -> None:
-        """Ends the agent and removes its folder; in a forked child it does nothing."""
+        """Ends the agent for good and removes its folder; in a forked child it does nothing."""
         if os.getpid() != self._owner:
             return
         with self._lock:
+            self._is_stopped = True
             process, self._process = self._process, None
             if process is not None:
                 if process.stdin is not None:

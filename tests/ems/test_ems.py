@@ -151,6 +151,15 @@ class TestEmbedded:
             assert pool.put(["a"], [b"1"]) == [KvStatus.STORED]
             assert pool.exists(["a"], [1]) == [True]
 
+    def test_whoever_goes_on_after_its_end_starts_no_other_agent(self):
+        with ems.embedded("16M") as agent:
+            pool = ems.open_pool(config())
+            assert pool.put(["a"], [b"1"]) == [KvStatus.STORED]
+        with pool, pytest.raises(EmsException, match="the embedded agent was ended"):
+            pool.put(["a"], [b"1"])
+        with pytest.raises(ConnectionRefusedError):
+            _ = agent.pid
+
     def test_a_socket_that_a_killed_agent_left_is_nobodys(self, monkeypatch, tmp_path):
         left = tmp_path / "ems" / "ems.sock"
         left.parent.mkdir(exist_ok=True)
