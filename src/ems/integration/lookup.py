@@ -43,17 +43,19 @@ class Lookup:
 
         hashes: for each kind, those of all blocks up to `end`.
         """
-        return self._executor.submit(self._reach, hashes, start, end) if self._circuit.is_up else None
+        if not self._circuit.is_up:
+            return None
+        return self._executor.submit(self._reach, hashes, start, end, time.monotonic() + self._timeout_s)
 
     def count(self, hashes: list[list[int]]) -> "Future[list[int]] | None":
         """For each kind, how many of these blocks the pool has, from the first on: all of them when it does not answer.
         None while the pool is down.
         """
-        return self._executor.submit(self._count_all, hashes) if self._circuit.is_up else None
+        if not self._circuit.is_up:
+            return None
+        return self._executor.submit(self._count_all, hashes, time.monotonic() + self._timeout_s)
 
-    def _reach(self, hashes: list[list[int]], start: int, end: int) -> int:
-        deadline_s = time.monotonic() + self._timeout_s
-
+    def _reach(self, hashes: list[list[int]], start: int, end: int, deadline_s: float) -> int:
         def count(kind: int, first: int, last: int) -> int:
             return self._count(kind, hashes[kind][first:last], deadline_s)
 
@@ -61,8 +63,7 @@ class Lookup:
         self._end(deadline_s)
         return reached
 
-    def _count_all(self, hashes: list[list[int]]) -> list[int]:
-        deadline_s = time.monotonic() + self._timeout_s
+    def _count_all(self, hashes: list[list[int]], deadline_s: float) -> list[int]:
         counts = [self._count(kind, some, deadline_s) for kind, some in enumerate(hashes)]
         is_in_time = self._end(deadline_s)
         wanted = list(map(len, hashes))

@@ -244,6 +244,19 @@ def test_an_agent_that_stands_still_costs_a_load_its_deadline(tmp_path):
         until(lambda: asked(one) == HIT)
 
 
+def test_lookups_wait_for_each_other_within_their_deadlines(tmp_path, monkeypatch):
+    """Those that came while the pool stood still do not each try for as long as the first."""
+    with AgentProcess(tmp_path / "ems.sock") as agent, engine(agent.socket, extra={"timeout_ms": 500}) as one:
+        lookup, calls = one.scheduler._scheduling.lookup, []
+        caching = lookup._sessions[0][0].caching
+        exists = caching.exists
+        monkeypatch.setattr(caching, "exists", lambda *args: (calls.append(args), exists(*args))[1])
+        with agent.stopped():
+            begun = [lookup.begin([[i]], 0, BLOCK_SIZE) for i in range(40)]
+            assert {each.result() for each in begun if each is not None} == {0}
+        assert 0 < len(calls) < 20
+
+
 def test_several_loads_fail_alone(agent):
     """Of two requests in flight, the damaged one fails; a block with wrong bytes is never written."""
     with engine(agent.config.socket) as one, engine(agent.config.socket, seed=2) as two:
