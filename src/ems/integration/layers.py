@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ems.circuit import Circuit
-from ems.common.exception import EmsException, internal_error
+from ems.common.exception import EmsException, internal_error, io_error, io_timeout
 from ems.config import CcKvOption, CcResult
 from ems.context_caching import CcFuture
 from ems.integration.parts import BlockParts
@@ -255,7 +255,7 @@ class Layers:
         self._gone = set()
         begun = []
         for each in leaving:
-            future = self._storing.submit(self._store, each)
+            future = self._storing.submit(self._store, each, time.monotonic() + self._option.timeout / 1000)
             self._busy.append((each.rows, future.done))
             begun.append((each.transfer, future))
         taken = [id(each.transfer) for each in leaving]
@@ -279,15 +279,20 @@ class Layers:
                 copy = _Departure(self._layers[layer], each.rows, blocks, self._device)
                 each.copies.append(self._side.begin(copy))
 
-    def _store(self, leaving: _Leaving) -> CcResult:
-        """On a thread: wait for the layers, then save the blocks."""
+    def _store(self, leaving: _Leaving, deadline_s: float) -> CcResult:
+        """On a thread: wait for the layers, then save the blocks, unless the saves before have found the pool down."""
         try:
             for copying in leaving.copies:
                 self._side.wait(copying)
         except RuntimeError as error:
             raise internal_error(f"device memory: {error}") from error
-        hashes = leaving.transfer.hashes
-        return self._session.caching.save(list(leaving.rows), hashes, [1] * len(hashes), self._option)
+        if not self._circuit.is_up:
+            raise io_error("the pool is down")
+        hashes, left_ms = leaving.transfer.hashes, int((deadline_s - time.monotonic()) * 1000)
+        if left_ms <= 0:
+            raise io_timeout("waited for other saves until the deadline")
+        option = CcKvOption(timeout=left_ms)
+        return self._session.caching.save(list(leaving.rows), hashes, [1] * len(hashes), option)
 
     # Both
 

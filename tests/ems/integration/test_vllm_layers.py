@@ -15,6 +15,7 @@ from ems.integration import layers
 from ems.integration.layers import Rows, Side
 from kvloom.pool.agent import Agent
 from tests.support.pool.agents import blocks_of
+from tests.support.pool.faults import AgentProcess
 from tests.support.vllm.engine import Engine, engine
 from tests.support.vllm.stub import (
     BLOCK_SIZE,
@@ -124,6 +125,22 @@ def test_without_an_agent_everything_is_computed(tmp_path):
         assert alone.matched(request) == MISS
         alone.compute(request, BLOCKS)
         assert alone.workers[0].get_kv_connector_stats().data["unsaved_blocks"] == 4
+
+
+def test_saves_to_an_agent_that_stands_still_end_together(tmp_path, monkeypatch):
+    """Requests keep their blocks until their saves are over, so these do not each try for as long as the first."""
+    extra = {"timeout_ms": 500, "layerwise": True}
+    with AgentProcess(tmp_path / "ems.sock") as agent, engine(agent.socket, extra=extra) as one:
+        caching, calls = one.workers[0]._layers._session.caching, []
+        save = caching.save
+        monkeypatch.setattr(caching, "save", lambda *args: (calls.append(args), save(*args))[1])
+        requests = [FakeRequest(str(i), [i, *PROMPT]) for i in range(20)]
+        with agent.stopped():
+            for request in requests:
+                run(one, request, 0)
+            for request in requests:
+                one.finish(request)
+        assert 0 < len(calls) < 10
 
 
 def test_an_agent_that_dies_while_staging_is_a_miss(agent, first):
