@@ -83,7 +83,7 @@ check: setup
 	$(MAKE) --no-print-directory coverage
 
 # Every branch of the pure modules is taken by an example that somebody wrote: nothing here is drawn.
-PURE := kvloom/engine/schedule/ahead kvloom/engine/schedule/blocks kvloom/engine/schedule/scheduler kvloom/engine/schedule/commit \
+PURE := kvloom/engine/schedule/again kvloom/engine/schedule/ahead kvloom/engine/schedule/blocks kvloom/engine/schedule/scheduler kvloom/engine/schedule/commit \
   kvloom/engine/schedule/seq kvloom/engine/schedule/policies kvloom/engine/schedule/repute kvloom/engine/schedule/suspicion \
   kvloom/engine/schedule/lookup kvloom/engine/schedule/swap kvloom/engine/schedule/transfers \
   kvloom/engine/schedule/cost kvloom/engine/schedule/pace \
@@ -95,7 +95,7 @@ PURE := kvloom/engine/schedule/ahead kvloom/engine/schedule/blocks kvloom/engine
   kvloom/server/chat/output kvloom/server/chat/reasoning \
   kvloom/checkpoints/quantized/blocks kvloom/checkpoints/quantized/numbers kvloom/checkpoints/quantized/packed \
   kvloom/checkpoints/quantized/scheme
-PURE_TESTS := \
+PURE_TESTS := engine/schedule/test_again \
   engine/schedule/test_ahead engine/schedule/test_cost engine/schedule/test_pace engine/schedule/test_suspicion \
   engine/schedule/test_blocks engine/schedule/test_scheduler engine/schedule/test_policies \
   engine/schedule/test_speculation engine/schedule/test_swap engine/schedule/test_transfers engine/test_giving \

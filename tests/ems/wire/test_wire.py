@@ -17,6 +17,7 @@ MESSAGES = [
     m.Save(KEY * 2, [0, 64], [64, 60], KEY, False, True),
     m.Found(7, [0], [4096], [100], bytes(16), 1),
     m.PeerBlocks([0, 5], bytes(32)),
+    m.Saved(bytes(m.Status)),
     m.Ping(),
 ]
 
