@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,28 @@ if __name__ == "__main__":
     tell()
     counts = {each.name: each.value for each in llm.get_metrics() if each.name.startswith("vllm:ems_")}
     print("COUNTS", json.dumps(counts))
+"""
+
+
+LATER = """
+import json, pathlib, sys, time
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    settings = json.loads(sys.argv[1])
+    prompt, asked = {"prompt_token_ids": settings.pop("prompt")}, pathlib.Path(settings.pop("asked"))
+    wanted = settings.pop("wanted")
+    llm = LLM(skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=2, block_size=32, disable_log_stats=False,
+              **settings)
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, detokenize=False)
+    until_s = time.monotonic() + 90
+    while time.monotonic() < until_s:
+        answer = llm.generate([prompt], params)[0]
+        counts = {each.name: each.value for each in llm.get_metrics() if each.name.startswith("vllm:ems_")}
+        print("ANSWER", json.dumps([answer.num_cached_tokens, counts.get("vllm:ems_saved_blocks", 0)]), flush=True)
+        asked.touch()
+        if counts.get("vllm:ems_saved_blocks", 0) >= wanted:
+            break
+        time.sleep(0.5)
 """
 
 
@@ -160,6 +183,21 @@ def llama_in(folder: Path) -> Path:
     )
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder
+
+
+def test_what_was_computed_while_the_pool_was_down_is_saved_when_it_is_next_used(model, tmp_path):
+    settings = {"model": str(model), "dtype": "bfloat16", "max_model_len": 512, "prompt": PROMPT}
+    settings |= {"kv_transfer_config": connector(tmp_path / "ems.sock"), "asked": str(tmp_path / "asked")}
+    settings["wanted"] = WHOLE // 32
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run, LATER, model / "later.py", settings)
+        until(lambda: (tmp_path / "asked").exists() or running.done(), 120)
+        with running_agent(socket=tmp_path / "ems.sock", pool_bytes=64 << 20, slab_bytes=1 << 20):
+            lines = running.result(120)
+    first, *_, last = [json.loads(line.removeprefix("ANSWER ")) for line in lines if line.startswith("ANSWER ")]
+    assert first == [0, 0]
+    assert last[0] == WHOLE, "vLLM's own cache had the prompt all the time"
+    assert last[1] >= WHOLE // 32, "and was saved"
 
 
 def test_engines_restart_on_ems_damage_is_computed_and_kinds_never_mix(model):
