@@ -39,25 +39,12 @@ class Steady:
         """After the step of `batch`; the histories have its tokens."""
         self._seqs = seqs
         self._row_of = {seq.id: row for row, seq in enumerate(seqs)}
-        self._positions, self._room = batch.pos, batch.block_table.shape[1]
+        self._room = batch.block_table.shape[1]  # blocks of a sequence
         self._owed: list[list[int]] = []  # tokens of each step that the histories have not got
 
     def takes(self, asked: Batch) -> bool:
-        """Whether `asked` decodes the next tokens of the same sequences, and their blocks fit into the table."""
-        if not (asked.again or self._is_next(asked.work)):
-            return False
-        return all(
-            work.first_block == len(self._seqs[self._row_of[work.id]].blocks)
-            and work.first_block + len(work.blocks) <= self._room
-            for work in asked.work
-        )
-
-    def _is_next(self, works: Sequence[Work]) -> bool:
-        return (
-            [work.id for work in works] == list(self._row_of)
-            and [work.start for work in works] == (self._positions + 1).tolist()
-            and all(work.num_tokens == 1 and not work.draft for work in works)
-        )
+        """Whether `asked`, the next batch, goes on with these sequences, and their blocks fit into the table."""
+        return asked.again and all(work.first_block + len(work.blocks) <= self._room for work in asked.work)
 
     def step(self, works: Sequence[Work], backend: Backend) -> list[int]:
         """Compute the `works` of a batch that `takes` accepted. Returns the next token of each sequence."""
