@@ -163,7 +163,6 @@ class ModelRunner:
 
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
         """Raises BadRequest."""
-        self._leave_steady()  # the backend's arrays of the last step are not kept
         adapter = read_adapter(Path(path), self._backend.whole_spec.tensor_shapes())
         return AdapterInfo(adapter.digest, adapter.rank, self._backend.add_adapter(id, adapter))
 
@@ -175,10 +174,12 @@ class ModelRunner:
             self._num_again += 1
         else:
             self._works, self._num_again = asked.work, 0
-        if self._steady is not None and self._steady.takes(asked):
-            output.tokens = self._steady.step(asked.work, self._backend)
-            return
-        self._leave_steady()
+        if self._steady is not None:
+            if self._steady.takes(asked):
+                output.tokens = self._steady.step(asked.work, self._backend)
+                return
+            self._steady.settle()
+            self._steady = None
         if asked.again:
             self._works, self._num_again = self._written_out(asked.work), 0
         works = self._works
@@ -250,11 +251,6 @@ class ModelRunner:
     def _keep(self, works: Sequence[Work], batch: Ragged) -> Steady:
         states = [(work.id, self._states[work.id]) for work in works]
         return Steady([Decoding(id, state.history, state.blocks) for id, state in states], batch)
-
-    def _leave_steady(self) -> None:
-        if self._steady is not None:
-            self._steady.settle()
-            self._steady = None
 
     def _take(self, id: int, history: History, token_id: int, output: StepOutput) -> None:
         history.append(token_id)

@@ -128,7 +128,7 @@ class Backend(Protocol):
 
         rows [R] int32: tokens whose logits are wanted; tops [R]: 0 = all logits of the row, else the tops[r] <= vocab
         largest. states [N] int32: tokens whose states are wanted, None = none. choices [R] of CHOICE. Called by one
-        thread at a time. When the same objects are given again, only the numbers in their arrays have changed.
+        thread at a time; the arrays are the backend's from then on.
         """
         ...
 

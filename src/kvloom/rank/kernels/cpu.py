@@ -47,19 +47,14 @@ class CpuOptions:
     block_size: int = BLOCK_SIZE  # tokens a block of the KV cache; a multiple of this
 
 
-_Given = tuple[Ragged, Ints, list[int], Ints | None, Choices | None]
-
-
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments of a library call for a step; reused while the same arrays are given."""
+    """The arguments of a library call for a step, from which the next one may go on."""
 
-    given: _Given  # arguments of `step`
     batch: Batch
     head: Head
     held: object  # keeps alive the arrays that `batch` points into
-    is_in_place: bool  # whether these are the arrays of `given` themselves, except the block table
-    tiles: Ints  # [seqs, tiles of a sequence], in the library's numbering; rewritten before each `step`
+    tiles: Ints  # [seqs, tiles of a sequence], in the library's numbering
 
 
 class CpuBackend:
@@ -138,11 +133,7 @@ class CpuBackend:
         self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None = None, choices: Choices | None = None
     ) -> Head:
         """See kernels/backend.py. What Head holds is overwritten by the next step."""
-        given = (batch, rows, tops, states, choices)
-        call = self._call
-        if call is None or any(one is not other for one, other in zip(given, call.given, strict=True)):
-            call = self._prepared(given)
-            self._call = call if call.is_in_place else None
+        call = self._call = self._prepared(batch, rows, tops, states, choices)
         if len(batch.ids):
             self._number_tiles(batch.block_table, call.tiles)
             self._lib.kvl_step(self._model, ctypes.byref(call.batch))
@@ -151,7 +142,7 @@ class CpuBackend:
     def step_again(self, new_blocks: Sequence[tuple[int, int, int]]) -> Ints:
         """See kernels/backend.py."""
         call, count = self._call, len(self._tiles)
-        assert call is not None, "the arrays of a step that is continued are used in place"
+        assert call is not None, "there was no step to go on from"
         for row, index, block in new_blocks:
             call.tiles[row, index * count : (index + 1) * count] = block * self._stride + self._tiles
         self._lib.kvl_step_again(self._model, ctypes.byref(call.batch))
@@ -165,8 +156,9 @@ class CpuBackend:
         """
         np.add((blocks * self._stride)[..., None], self._tiles, out=tiles.reshape(*blocks.shape, -1))
 
-    def _prepared(self, given: _Given) -> _Call:
-        batch, rows, tops, states, choices = given
+    def _prepared(
+        self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None, choices: Choices | None
+    ) -> _Call:
         ids, pos, qstart, blocks, adapters, types = batch
         tiles = np.empty((len(blocks), blocks.shape[1] * len(self._tiles)), np.int32)
         inputs = ids, pos, qstart, tiles
@@ -205,12 +197,10 @@ class CpuBackend:
             None if choices is None else choices.ctypes.data,
             tokens.ctypes.data,
         )
-        is_in_place = all(one is other for one, other in zip(held, (*inputs, rows, states), strict=True))
-        return _Call(given, step, head, (own, wanted, held), is_in_place, tiles)
+        return _Call(step, head, (own, wanted, held, types, choices), tiles)
 
     def add_adapter(self, id: int, adapter: AdapterFile) -> int:
         """See kernels/backend.py. Its weights are held in 8 bits, or as bf16 where the model's linears are."""
-        self._call = None
         own, total = None, 0
         try:
             own = self._lib.kvl_adapter_new(self._model)
