@@ -69,12 +69,13 @@ def _is_ready(client: httpx.Client) -> bool:
         return False
 
 
-def text_of(events: str) -> str:
-    """The text of a streamed chat or completion, and its finish reason."""
-    parts, finish = [], None
+def text_of(events: str) -> dict[int, str]:
+    """The texts of a streamed chat or completion, each with its finish reason; their parts come in any order."""
+    texts: dict[int, str] = {}
     for line in events.splitlines():
         if line.startswith("data: {"):
             for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                parts.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
-                finish = choice["finish_reason"] or finish
-    return "".join(parts) + f" [{finish}]"
+                text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                end = f" [{choice['finish_reason']}]" if choice["finish_reason"] else ""
+                texts[choice["index"]] = texts.get(choice["index"], "") + text + end
+    return texts
