@@ -6,7 +6,7 @@ BIN := .venv/bin
 UV ?= $(shell command -v uv)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: install setup browser serve demo test compat compat-vllm check coverage golden mutants bench audit wheel clean
+.PHONY: install setup browser serve demo test compat compat-vllm check coverage golden mutants bench findings audit wheel clean
 
 # `install` installs what serving needs; `setup` adds what development needs.
 install: .venv/.serving
@@ -121,6 +121,10 @@ mutants: setup
 bench: setup
 	$(BIN)/kvloom bench
 	$(BIN)/python -m benches
+
+# Each script of findings/ installs other people's packages by itself and fails when what it describes has changed.
+findings:
+	@failed=0; for each in findings/*.sh; do echo "== $$each"; bash $$each || failed=1; done; exit $$failed
 
 audit:
 	$(PY) -m venv .venv/audit

@@ -1,4 +1,4 @@
-"""Keep files, functions and folders small: `python tools/lines.py` exits 1 and names what is over a limit.
+"""Keep files and functions small: `python tools/lines.py` exits 1 and names what is over a limit.
 
 Functions that typer reads as commands are exempt from the limit of parameters: each of theirs is an option of the
 command line. So is mindieclient, whose signatures are documented ones.
@@ -6,14 +6,12 @@ command line. So is mindieclient, whose signatures are documented ones.
 
 import ast
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 5  # self and cls not counted
-MAX_FOLDER_FILES = 16  # sources of a folder's own, its __init__.py not counted
 FOLDERS = ("src", "tests", "tools", "benches", "examples")
 SUFFIXES = {".py", ".c", ".cpp", ".h", ".hpp", ".js", ".mjs"}
 DOCUMENTED = Path("src/mindieclient")
@@ -54,18 +52,10 @@ def wide_functions(path: Path) -> list[str]:
     return found
 
 
-def full_folders(paths: list[Path]) -> list[str]:
-    """Folders of `paths` with more files of their own than the limit."""
-    counts = Counter(path.parent for path in paths if path.name != "__init__.py")
-    full = [(folder, count) for folder, count in sorted(counts.items()) if count > MAX_FOLDER_FILES]
-    return [f"{folder} has {count} source files, the limit is {MAX_FOLDER_FILES}" for folder, count in full]
-
-
 def main() -> int:
     problems: list[str] = []
     for folder in FOLDERS:
-        paths = sorted(p for p in Path(folder).rglob("*") if p.suffix in SUFFIXES and "vendor" not in p.parts)
-        for path in paths:
+        for path in sorted(p for p in Path(folder).rglob("*") if p.suffix in SUFFIXES and "vendor" not in p.parts):
             lines = len(path.read_text().splitlines())
             if lines > MAX_FILE_LINES:
                 problems.append(f"{path}: {lines} lines, the limit is {MAX_FILE_LINES}")
@@ -73,8 +63,7 @@ def main() -> int:
                 problems += long_functions(path)
             if path.suffix == ".py" and folder == "src" and not path.is_relative_to(DOCUMENTED):
                 problems += wide_functions(path)
-        problems += full_folders(paths)
-    print("\n".join(problems) or "lines: every file, function and folder within its limit")
+    print("\n".join(problems) or "lines: every file and function within its limit")
     return 1 if problems else 0
 
 
