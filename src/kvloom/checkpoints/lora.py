@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvloom.checkpoints.fields import unknown_field
 from kvloom.checkpoints.tensorfile import FLOATS, LENGTH_BYTES, Damaged, Entry, header_bytes, read_entries
 from kvloom.contract.errors import BadRequest
 from kvloom.reading import open_file
@@ -30,18 +31,26 @@ PARTS = {  # the linears of a layer, by the names of checkpoints and of models/s
     "mlp.down_proj": "down",
 }
 _TARGETS = tuple(name.split(".")[1] for name in PARTS)
-_TENSOR = re.compile(r"base_model\.model\.(model\.layers\.([0-9]+)\.(\w+\.\w+))\.lora_([AB])\.weight")
-_REFUSED = (
-    "modules_to_save",
-    "use_dora",
-    "lora_bias",
-    "fan_in_fan_out",
-    "layer_replication",
-    "trainable_token_indices",
+_TEXT_PARTS = ("model.language_model.", "language_model.model.")  # of models that see, as of their old releases
+_TENSOR = re.compile(
+    rf"base_model\.model\.((model\.|{'|'.join(map(re.escape, _TEXT_PARTS))})layers\.([0-9]+)\.(\w+\.\w+))"
+    r"\.lora_([AB])\.weight"
 )
+_OF_PICTURES = re.compile(r"base_model\.model\.(model\.)?(vision_tower|multi_modal_projector)\..*")
+_READ = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules")
+_INERT = (  # notes, settings of the training, and what the names and shapes of tensors tell as well; peft 0.21.2
+    *("auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type", "inference_mode"),
+    *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "lora_dropout", "megatron_core"),
+    *("exclude_modules", "layers_pattern", "layers_to_transform", "ensure_weight_tying", "runtime_config"),
+    "qalora_group_size",  # of use_qalora
+)
+_PLAIN: Mapping[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
+}
 _CHOICE, _REPEATED_GROUP = re.compile(r"[(*+{]"), re.compile(r"\)[*+{]")
 _MAX_PATTERNS, _MAX_CHOICES, _MAX_CHOICES_EACH = 1 << 13, 64, 3
-_MOVES_BASE = ("pissa", "olora", "corda")  # initialisations that change the base weights too
+_MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the base weights too
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,22 +116,24 @@ class _Config:
         kind = config.get("peft_type")
         if kind != "LORA":
             raise _bad(f'peft_type must be "LORA", got {kind!r:.80}')
-        for key in _REFUSED:
-            if config.get(key):
-                raise _bad(f"{key} is not supported, got {config[key]!r:.80}")
-        if config.get("bias", "none") != "none":
-            raise _bad(f'bias must be "none", got {config["bias"]!r:.80}')
         start = config.get("init_lora_weights")
         if isinstance(start, str) and start.lower().startswith(_MOVES_BASE):
             raise _bad(
                 f"init_lora_weights {start!r:.80} changes the base model; save the adapter converted to plain LoRA"
             )
+        key = unknown_field(config, (*_READ, *_INERT), _PLAIN)
+        if key is not None:
+            raise _bad(f"{key[:80]} is not supported, got {config[key]!r:.80}")
         self._rank = _rank(config.get("r"), "r")
         self._alpha = _number(config.get("lora_alpha", 8), "lora_alpha")
         self._ranks, self._alphas = (_pattern(config, key) for key in ("rank_pattern", "alpha_pattern"))
         self._uses_rslora = bool(config.get("use_rslora"))
         targets = config.get("target_modules")
-        for target in targets if isinstance(targets, list) else ():
+        self._targets = targets if isinstance(targets, list) else []
+
+    def check_targets(self) -> None:
+        """Raises BadRequest for a target that is none of the text layers' linears."""
+        for target in self._targets:
             if not isinstance(target, str) or target.rsplit(".", 1)[-1] not in _TARGETS:
                 raise _bad(f"target_modules {target!r:.80} is not supported; supported are {', '.join(_TARGETS)}")
 
@@ -138,15 +149,22 @@ def _modules(
     config: _Config, tensors: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]] | None
 ) -> dict[str, LoraModule]:
     pairs: dict[tuple[str, str], dict[str, str]] = {}  # canonical name, name in the checkpoint: "A" or "B" -> tensor
-    for key in tensors:
-        found = _TENSOR.fullmatch(key)
-        if found is None or found[3] not in PARTS:
+    matches = {key: _TENSOR.fullmatch(key) for key in tensors}
+    sees = any(found is not None and found[2] in _TEXT_PARTS for found in matches.values())
+    if not sees:
+        config.check_targets()
+    for key, found in matches.items():
+        if sees and _OF_PICTURES.fullmatch(key):
+            continue  # the text part of such models is served
+        if found is None or found[4] not in PARTS:
             raise _bad_tensor(key, "is none of lora_A, lora_B of " + ", ".join(_TARGETS))
-        pairs.setdefault((f"layers.{int(found[2])}.{PARTS[found[3]]}", found[1]), {})[found[4]] = key
+        pairs.setdefault((f"layers.{int(found[3])}.{PARTS[found[4]]}", found[1]), {})[found[5]] = key
     if not pairs:
         raise BadRequest(FIELD, f"{WEIGHTS_FILE} holds no tensor")
     modules = {}
     for (name, module), sides in pairs.items():
+        if name in modules:
+            raise _bad_tensor(next(iter(sides.values())), "is of a linear that another tensor names otherwise")
         if len(sides) < 2:
             raise _bad_tensor(next(iter(sides.values())), "has no partner: lora_A and lora_B come together")
         if shapes is not None and name not in shapes:

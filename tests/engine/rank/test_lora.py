@@ -1,7 +1,6 @@
-"""LoRA adapters in the engine: what is refused, whose blocks are shared, and what outlives an unload or a restart."""
+"""LoRA adapters in the engine: whose blocks are shared, and what outlives an unload or a restart."""
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -9,11 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
-from kvloom.checkpoints.lora import read_adapter
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, NotFound, Unavailable
 from kvloom.contract.request import FinishReason, Request, SamplingParams
@@ -29,7 +25,6 @@ from tests.support.models.checkpoints import save, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 PROMPT = tuple(range(1, 22))
-NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
 def answer(adapter="", prompt=PROMPT, params=GREEDY):
@@ -39,99 +34,6 @@ def answer(adapter="", prompt=PROMPT, params=GREEDY):
 @pytest.fixture
 def folders(tmp_path):
     return [str(make_adapter(tmp_path / str(seed), TINY_SHAPES, seed)) for seed in range(4)]
-
-
-# -- files
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"peft_type": "IA3"}, "adapter_config.json: peft_type must be \"LORA\", got 'IA3'"),
-        ({"r": 0}, "r must be a whole number from 1 to 512, got 0"),
-        ({"r": 513}, "r must be a whole number from 1 to 512, got 513"),
-        ({"r": 5}, "q_proj.lora_A.weight has shape [4, 8]; rank and base model ask for [5, 8]"),
-        ({"rank_pattern": {"v_proj": 3}}, "v_proj.lora_A.weight has shape [4, 8]"),
-        ({"rank_pattern": {"(": 3}}, "rank_pattern has '(', which is no regular expression"),
-        ({"rank_pattern": {"(" * 9999 + ")" * 9999: 3}}, "which is no regular expression: maximum recursion depth"),
-        ({"rank_pattern": {"([a-z_.0-9]+)*X": 4}}, "with a repeated group, or more than 3 groups and repetitions"),
-        ({"rank_pattern": {"(.|.)" * 30 + "X": 4}}, "which could take for ever"),
-        ({"rank_pattern": {".*" * 20 + "X": 4}}, "which could take for ever"),
-        ({"alpha_pattern": {f".*.*.*{i}": 4 for i in range(22)}}, "66 groups and repetitions, more than 64"),
-        ({"rank_pattern": {f"x{i}": 4 for i in range(8193)}}, "rank_pattern has 8193 patterns, more than 8192"),
-        ({"lora_alpha": 10**399}, "lora_alpha must be a number, got 1000"),
-        ({"alpha_pattern": {"q_proj": 10**399}}, "alpha_pattern must be a number, got 1000"),
-        ({"bias": "x" * 100_000}, "bias must be"),
-        ({"lora_alpha": "x"}, "lora_alpha must be a number, got 'x'"),
-        ({"bias": "all"}, "bias must be \"none\", got 'all'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported, got ['lm_head']"),
-        ({"use_dora": True}, "use_dora is not supported"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4' changes the base model"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules 'lm_head' is not supported; supported are q_proj"),
-    ],
-)
-def test_a_configuration_that_cannot_be_followed_is_refused_by_name(tmp_path, config, words):
-    make_adapter(tmp_path, TINY_SHAPES)
-    path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
-    with pytest.raises(BadRequest) as caught:
-        read_adapter(tmp_path, TINY_SHAPES)
-    assert words in str(caught.value)
-    assert caught.value.field == "lora_path"
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda t: t.pop(NAME), "q_proj.lora_B.weight has no partner"),
-        (lambda t: t.update({NAME.replace("q_proj", "x_proj"): t.pop(NAME)}), "x_proj.lora_A.weight is none of lora_A"),
-        (lambda t: t.update({"lm_head.weight": torch.ones(2, 2)}), "lm_head.weight is none of lora_A"),
-        (lambda t: t.update({NAME: torch.ones(4, 9)}), "has shape [4, 9]; rank and base model ask for [4, 8]"),
-        (lambda t: t.update({NAME: torch.ones(4)}), "has shape [4], not two dimensions"),
-        (lambda t: t.update({NAME: torch.ones(4, 8, dtype=torch.int32)}), "has type I32; supported are F32, F16, BF16"),
-        (lambda t: t.update({k.replace("layers.0", "layers.7"): t.pop(k) for k in list(t)}), "does not have"),
-        (lambda t: t.clear(), "holds no tensor"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, change, words):
-    path = make_adapter(tmp_path, TINY_SHAPES) / "adapter_model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-    with pytest.raises(BadRequest) as caught:
-        read_adapter(tmp_path, TINY_SHAPES)
-    assert words in str(caught.value)
-
-
-def test_missing_and_damaged_files_are_refused(tmp_path):
-    with pytest.raises(BadRequest, match=r"lora_path: adapter_config.json cannot be read: No such file"):
-        read_adapter(tmp_path / "nowhere", None)
-    path = make_adapter(tmp_path / "a", TINY_SHAPES) / "adapter_model.safetensors"
-    whole = path.read_bytes()
-    for cut in range(0, len(whole), 17):
-        path.write_bytes(whole[:cut])
-        with pytest.raises(BadRequest, match=r"lora_path: adapter_model.safetensors"):
-            read_adapter(path.parent, None)
-    path.write_bytes(whole + b"x")
-    with pytest.raises(BadRequest, match="larger than"):
-        read_adapter(path.parent, None)
-    path.write_bytes(whole)
-    config = path.parent / "adapter_config.json"
-    config.write_text("[]")
-    with pytest.raises(BadRequest, match="holds no JSON object"):
-        read_adapter(path.parent, None)
-    config.unlink()
-    os.mkfifo(config)
-    with pytest.raises(BadRequest, match=r"adapter_config.json cannot be read: it is a pipe to which nobody writes"):
-        read_adapter(path.parent, None)
-
-
-def test_the_digest_is_of_the_contents_and_not_of_the_path(tmp_path):
-    one = make_adapter(tmp_path / "one", TINY_SHAPES, 1)
-    digest = read_adapter(one, None).digest
-    assert read_adapter(shutil.copytree(one, tmp_path / "copy"), None).digest == digest
-    assert read_adapter(make_adapter(tmp_path / "two", TINY_SHAPES, 2), None).digest != digest
-    assert read_adapter(make_adapter(tmp_path / "three", TINY_SHAPES, 1, lora_alpha=3), None).digest != digest
 
 
 # -- which requests share blocks
