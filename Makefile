@@ -94,7 +94,7 @@ PURE := kvloom/engine/schedule/again kvloom/engine/schedule/ahead kvloom/engine/
   kvloom/gewu/service/company kvloom/gewu/service/room kvloom/gewu/service/sessions kvloom/gewu/service/memory \
   kvloom/server/chat/output kvloom/server/chat/reasoning \
   kvloom/checkpoints/quantized/blocks kvloom/checkpoints/quantized/numbers kvloom/checkpoints/quantized/packed \
-  kvloom/checkpoints/quantized/scheme
+  kvloom/checkpoints/quantized/scheme kvloom/checkpoints/fields
 PURE_TESTS := engine/schedule/test_again \
   engine/schedule/test_ahead engine/schedule/test_cost engine/schedule/test_pace engine/schedule/test_suspicion \
   engine/schedule/test_blocks engine/schedule/test_scheduler engine/schedule/test_policies \
@@ -103,7 +103,8 @@ PURE_TESTS := engine/schedule/test_again \
   pool/storage/test_properties pool/storage/test_allocator ems/test_breaker ems/wire/test_packing \
   ems/wire/test_wire gewu/protocol/test_frames gewu/service/test_crashes gewu/protocol/test_schema \
   gewu/service/test_qos gewu/service/test_room gewu/service/test_sessions gewu/service/test_memory \
-  server/chat/test_chat_output engine/weights/test_blocks engine/weights/test_quantized_folders
+  server/chat/test_chat_output engine/weights/test_blocks engine/weights/test_quantized_folders \
+  engine/weights/test_quantization_config
 comma := ,
 space := $(subst ,, )
 coverage: setup

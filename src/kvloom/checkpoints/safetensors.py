@@ -142,10 +142,12 @@ class SafetensorsSource:
         parts = {}
         for end, want in wanted(scheme, shape).items():
             key = f"{base}.{end}"
+            if key not in self._tensors and want.other:
+                key = f"{base}.{want.other}"
             if key not in self._tensors:
                 if want.is_optional:
                     continue
-                raise ModelError(f"{folder}: tensor {key} is missing")
+                raise ModelError(f"{folder}: tensor {base}.{end} is missing")
             path, file, entry = self._tensors[key]
             if entry.shape not in want.shapes:
                 check_shape(key, entry.shape, want.shapes[0], str(path))

@@ -11,7 +11,7 @@ from typing import Any
 MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 LENGTH_BYTES = 8
 FLOATS = ("F32", "F16", "BF16")  # types whose bytes are the numbers themselves
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}  # of the types read here
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E8M0": 1}  # of types read
 
 
 class Damaged(Exception):

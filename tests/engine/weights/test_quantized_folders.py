@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
-from kvloom.checkpoints.quantized.packed import PackedMatrix, check_sizes
+from kvloom.checkpoints.quantized.packed import check_sizes
 from kvloom.checkpoints.quantized.scheme import scheme_of
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
@@ -21,7 +21,9 @@ from tests.support.models.quantized import (
     Format,
     awq,
     compressed,
+    exponents,
     fp8,
+    fp8_static,
     gptq,
     group_config,
     mxfp4,
@@ -33,9 +35,50 @@ from .test_blocks import values_of
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 SHUFFLED = [3, 1, 0, 2] * 64  # the group of each column
+
+
+def blocks_of_48(rows: int, cols: int) -> tuple[int, int]:
+    return -(-rows // 48), -(-cols // 48)
+
+
+def mixed(**weights: Any) -> dict[str, Any]:
+    """Two groups of the same weights, whose formats are theirs."""
+    (group,) = group_config("pack-quantized", **weights)["config_groups"].values()
+    groups = {name: {**group, "format": "pack-quantized"} for name in ("a", "b")} | {"c": {"targets": ["x"]}}
+    return {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+
+
+AUTO_ROUND = {
+    "bits": 4, "group_size": 32, "sym": True, "iters": 20, "seqlen": 128, "lr": 0.005, "autoround_version": "0.16.1",
+    "provider": "auto-round", "block_name_to_quantize": "model.layers",
+}  # fmt: skip
+BLOCK_FP8 = {
+    "num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "strategy": "block",
+    "block_structure": [48, 48], "dynamic": False,
+}  # fmt: skip
 FORMATS = {
     "awq": Format({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}, awq(32), "int4"),
     "awq of 128": Format({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq(128), "int4"),
+    "awq, symmetric": Format(
+        {**AUTO_ROUND, "quant_method": "awq", "zero_point": False, "version": "gemm"},
+        awq(32, is_symmetric=True),
+        "int4",
+    ),
+    "auto-round as gptq": Format(
+        {**AUTO_ROUND, "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}, gptq(4, 32), "int4"
+    ),
+    "auto-round as awq": Format(
+        {
+            **AUTO_ROUND,
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_awq",
+            "extra_config": {
+                "lm_head": {"bits": 16, "data_type": "fp"},
+            },
+        },
+        awq(32),
+        "int4",
+    ),
     "gptq": Format(GPTQ, gptq(4, 32), "int4"),
     "gptq v2": Format({**GPTQ, "checkpoint_format": "gptq_v2"}, gptq(4, 32, missing=0), "int4"),
     "gptq of whole rows": Format({**GPTQ, "group_size": -1}, gptq(4, None), "int4"),
@@ -74,12 +117,39 @@ FORMATS = {
     "compressed, fp8 by tensor": Format(
         group_config("float-quantized", num_bits=8, type="float", strategy="tensor"), fp8(lambda rows, cols: (1,))
     ),
+    "compressed, fp8 by block": Format(group_config("float-quantized", **BLOCK_FP8), fp8(blocks_of_48, block=48)),
+    "compressed, mxfp8": Format(
+        group_config(
+            "mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32, scale_dtype="torch.uint8"
+        ),
+        exponents(torch.uint8, 1, 32),
+    ),
+    "compressed, mixed of one kind": Format(
+        mixed(num_bits=4, strategy="group", group_size=32, actorder="weight"), compressed(4, 32), "int4"
+    ),
     "compressed, mxfp4": Format(
         group_config("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32), mxfp4, "fp4"
     ),
     "fp8 by block": Format(
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [48, 48]},
-        fp8(lambda rows, cols: (-(-rows // 48), -(-cols // 48)), "weight_scale_inv", 48),
+        fp8(blocks_of_48, "weight_scale_inv", 48),
+    ),
+    "fp8 by tensor": Format(
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "weight_block_size": None,
+            "dequantize": False,
+            "modules_to_not_convert": None,
+            "modules_to_convert": None,
+            "scale_fmt": "float",
+            "expert_dtype": "fp8",
+        },
+        fp8_static,
+    ),
+    "fp8 by block of powers": Format(
+        {"quant_method": "fp8", "weight_block_size": [48, 48], "scale_fmt": "ue8m0"},
+        exponents(torch.float8_e8m0fnu, 48, 48, "weight_scale_inv"),
     ),
     "awq, one layer left": Format(
         {"quant_method": "awq", "group_size": 32, "modules_to_not_convert": ["model.layers.0"]},
@@ -131,63 +201,6 @@ def test_its_matrices_keep_their_values(written):
             assert np.allclose(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-REFUSED = {
-    "weights quantised by 'bitsandbytes' are not supported": {"quant_method": "bitsandbytes"},
-    "weights quantised by 'an unnamed method' are not supported": {"bits": 4},
-    "must be an object": "awq",
-    "bits 3 is not supported; known: 4": {"quant_method": "awq", "bits": 3},
-    "bits True is not supported": {"quant_method": "awq", "bits": True},
-    "version 'gemv' is not supported": {"quant_method": "awq", "version": "gemv"},
-    "zero_point False is not supported": {"quant_method": "awq", "zero_point": False},
-    "group_size must be -1 or a multiple of 32, got 48": {"quant_method": "awq", "group_size": 48},
-    "group_size must be -1 or a multiple of 32, got 0": {"quant_method": "gptq", "group_size": 0},
-    "group_size must be -1 or a multiple of 32, got 'x'": {"quant_method": "gptq", "group_size": "x"},
-    "bits 2 is not supported; known: 4, 8": {"quant_method": "gptq", "bits": 2},
-    "dynamic: '+:.*down_proj' has settings of its own, which is not supported": {
-        "quant_method": "gptq", "dynamic": {"-:lm_head": {}, "+:.*down_proj": {"bits": 8}},
-    },
-    "dynamic must be an object, got [1]": {"quant_method": "gptq", "dynamic": [1]},
-    "checkpoint_format 'marlin' is not supported": {"quant_method": "gptq", "checkpoint_format": "marlin"},
-    "format 'nvfp4-pack-quantized' is not supported": {
-        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
-    },
-    "format None is not supported": {"quant_method": "compressed-tensors"},
-    "config_groups of 2 groups is not supported; one is": {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {}, "b": {}},
-    },
-    "config_groups must be an object": {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": [1],
-    },
-    "num_bits 2 is not supported": group_config("pack-quantized", num_bits=2),
-    "strategy 'token' is not supported": group_config("int-quantized", num_bits=8, strategy="token"),
-    "strategy 'block' is not supported": group_config("float-quantized", num_bits=8, type="float", strategy="block"),
-    "symmetric 'yes' is not supported": group_config("int-quantized", num_bits=8, symmetric="yes"),
-    "group_size 16 is not supported": group_config("mxfp4-pack-quantized", group_size=16),
-    "sparsity_config: format 'sparse-24-bitmask' is not supported": {
-        **group_config("pack-quantized", num_bits=4), "sparsity_config": {"format": "sparse-24-bitmask"},
-    },
-    "input_activations must be an object, got 'int8'": {
-        "quant_method": "compressed-tensors", "format": "int-quantized",
-        "config_groups": {"a": {"weights": {"num_bits": 8}, "input_activations": "int8"}},
-    },
-    "fmt 'e5m2' is not supported": {"quant_method": "fp8", "fmt": "e5m2"},
-    "weight_block_size must be two sizes, got [0, 128]": {"quant_method": "fp8", "weight_block_size": [0, 128]},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("rules", [None, {}, {"-:lm_head": {}}, {"+:.*down_proj": {}}])
-def test_rules_that_change_nothing_but_leave_matrices_out_are_read(rules):
-    assert scheme_of({"quantization_config": {**GPTQ, "dynamic": rules}}, "config.json") == scheme_of(
-        {"quantization_config": GPTQ}, "config.json"
-    )
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_is_not_known_is_refused_by_the_name_of_its_field(message):
-    with pytest.raises(ModelError, match=rf"^config\.json: .*{re.escape(message)}"):
-        scheme_of({"quantization_config": REFUSED[message]}, "config.json")
-
-
 def damaged(folder: Path, change: Any) -> Path:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -218,48 +231,6 @@ def test_words_that_are_not_filled_are_refused():
     scheme = scheme_of({"quantization_config": {"quant_method": "awq", "group_size": 32}}, "config.json")
     with pytest.raises(ModelError, match=r"up of shape \[100, 64\] does not fill words of 8 numbers"):
         check_sizes(scheme, "up", (100, 64))
-
-
-W8A8 = group_config("int-quantized", num_bits=8, strategy="channel")
-NOT_PER_TOKEN = {
-    "activations as they are": W8A8,
-    "scales of the file": per_token(W8A8, dynamic=False),
-    "scales of the file, unsaid": per_token(W8A8, dynamic=None),
-    "one scale for all tokens": per_token(W8A8, strategy="tensor"),
-    "with zero points": per_token(W8A8, symmetric=False),
-    "in 4 bits": per_token(W8A8, num_bits=4),
-    "floats": per_token(W8A8, type="float"),
-    "weights in groups": per_token(group_config("int-quantized", num_bits=8, strategy="group", group_size=64)),
-    "weights with zero points": per_token(group_config("int-quantized", num_bits=8, symmetric=False)),
-    "weights in 4 bits": per_token(group_config("pack-quantized", num_bits=4, strategy="channel")),
-    "8 bits of floats": per_token(group_config("float-quantized", num_bits=8, type="float", strategy="channel")),
-}
-
-
-@pytest.mark.parametrize("strategy", ["channel", "tensor"])
-@pytest.mark.parametrize("unsaid", [{}, {"num_bits": None, "type": None, "symmetric": None}])
-def test_activations_have_a_scale_a_token_where_the_folder_says_so(strategy, unsaid):
-    config = per_token(group_config("int-quantized", num_bits=8, strategy=strategy), **unsaid)
-    assert scheme_of({"quantization_config": config}, "config.json").per_token
-
-
-@pytest.mark.parametrize("what", NOT_PER_TOKEN)
-def test_and_groups_of_their_own_where_it_says_otherwise(what):
-    assert not scheme_of({"quantization_config": NOT_PER_TOKEN[what]}, "config.json").per_token
-
-
-def test_a_matrix_too_wide_for_whole_sums_has_groups():
-    scheme = scheme_of({"quantization_config": per_token(W8A8)}, "config.json")
-    assert PackedMatrix("m", (1, 1 << 17), scheme, {}).form == "int8_channel"
-    assert PackedMatrix("m", (1, (1 << 17) + 1), scheme, {}).form == "int8"
-
-
-def test_mxfp4_is_of_experts_alone():
-    assert scheme_of({"quantization_config": {"quant_method": "mxfp4"}}, "config.json").layout == "mxfp4_experts"
-
-
-def test_a_folder_that_is_not_quantised_has_no_scheme():
-    assert scheme_of({"architectures": ["LlamaForCausalLM"]}, "config.json") is None
 
 
 def test_floats_that_are_no_numbers_are_refused(tmp_path):

@@ -55,9 +55,12 @@ def value(numbers: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> t
     return (numbers - zeros).float() * scales.float()
 
 
-def awq(group: int) -> Writer:
+def awq(group: int, is_symmetric: bool = False) -> Writer:
+    """A writer of AWQ; of symmetric numbers all zeros are 8, as AutoRound writes them."""
+
     def write(base: str, shape: tuple[int, int], dice: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         numbers, zeros, scales = drawn(shape, shape[1] // group, 4, dice)
+        zeros = torch.full_like(zeros, 8) if is_symmetric else zeros
 
         def packed(part: torch.Tensor) -> torch.Tensor:
             columns = part.T.tolist()
@@ -122,6 +125,26 @@ def fp8(scale_shape: Callable[[int, int], tuple[int, ...]], name: str = "weight_
         if block:
             wide = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)[: shape[0], : shape[1]]
         return named(base, {"weight": weight, name: scales}), weight.float() * wide
+
+    return write
+
+
+def fp8_static(base: str, shape: tuple[int, int], dice: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    """One scale a matrix and one of its activations, as transformers' FP8Linear saves them."""
+    tensors, weight = fp8(lambda rows, cols: (), "weight_scale_inv")(base, shape, dice)
+    return tensors | named(base, {"activation_scale": torch.tensor(0.02)}), weight
+
+
+def exponents(kind: torch.dtype, high: int, wide: int, name: str = "weight_scale") -> Writer:
+    """A writer of FP8 with scales that are powers of two, one a block of `high` x `wide` weights."""
+
+    def write(base: str, shape: tuple[int, int], dice: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        weight = torch.randn(shape, generator=dice).mul(40).to(torch.float8_e4m3fn)
+        sizes = (-(-shape[0] // high), -(-shape[1] // wide))
+        powers = torch.randint(117, 120, sizes, generator=dice)
+        scales = torch.exp2(powers - 127.0)
+        whole = scales.repeat_interleave(high, 0).repeat_interleave(wide, 1)[: shape[0], : shape[1]]
+        return named(base, {"weight": weight, name: powers.to(torch.uint8).view(kind)}), weight.float() * whole
 
     return write
 

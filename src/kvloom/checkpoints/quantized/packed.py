@@ -12,17 +12,19 @@ from kvloom.checkpoints.quantized.scheme import Scheme
 from kvloom.contract.errors import ModelError
 
 FLOATS = ("F32", "F16", "BF16")
+_EXPONENTS = ("F8_E8M0", "U8")  # powers of two: byte - 127
 _PIECE_VALUES = 1 << 20
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbours: which nibble of the word each is
 _ORDERS = ("g_idx", "weight_g_idx")  # tensors with the group of each column
 
 
 class Want(NamedTuple):
-    """Requirements on a tensor of a matrix. `shapes`: any of them."""
+    """Requirements on a tensor of a matrix. `shapes`: any of them. `other`: a name that it may have instead."""
 
     kinds: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     is_optional: bool = False
+    other: str = ""
 
 
 class Part(NamedTuple):
@@ -65,10 +67,11 @@ def wanted(scheme: Scheme, shape: tuple[int, ...]) -> dict[str, Want]:
             "weight_packed": Want(("U8",), ((rows, cols // 2),)),
             "weight_scale": Want(("U8",), ((rows, cols // 32),)),
         }
-    if scheme.blocks is None:
-        return {"weight": Want(("F8_E4M3",), (shape,)), "weight_scale": Want(FLOATS, ((rows, 1), (rows,), (1,), ()))}
-    blocks = (-(-rows // scheme.blocks[0]), -(-cols // scheme.blocks[1]))
-    return {"weight": Want(("F8_E4M3",), (shape,)), "weight_scale_inv": Want(FLOATS, (blocks,))}
+    own: tuple[tuple[int, ...], ...] = ((rows, 1), (rows,), (1,), (1, 1), ())
+    if scheme.blocks is not None:
+        own = ((-(-rows // scheme.blocks[0]), -(-cols // scheme.blocks[1])),)
+    scale = Want((*FLOATS, *_EXPONENTS), own, other="weight_scale_inv")  # a factor under either name
+    return {"weight": Want(("F8_E4M3",), (shape,)), "weight_scale": scale}
 
 
 def _named(*tensors: tuple[str, tuple[int, ...]]) -> dict[str, Want]:
@@ -191,7 +194,7 @@ class PackedMatrix:
         if self.scheme.blocks is None:
             return values * self._per_row("weight_scale", at, end)
         high, wide = self.scheme.blocks
-        scales = _floats(self.parts["weight_scale_inv"])[np.arange(at, end) // high]
+        scales = _floats(self.parts["weight_scale"])[np.arange(at, end) // high]
         return values * np.repeat(scales, wide, axis=1)[:, : self.shape[1]]
 
     def _words(self, name: str) -> np.ndarray[Any, np.dtype[np.uint32]]:
@@ -213,7 +216,9 @@ class PackedMatrix:
 
 def _floats(part: Part) -> Floats:
     flat = np.ascontiguousarray(part.data)
-    if part.kind == "BF16":
+    if part.kind in _EXPONENTS:
+        values = np.where(flat == 255, np.nan, np.ldexp(np.float32(1), flat.astype(np.int32) - 127)).astype(np.float32)
+    elif part.kind == "BF16":
         values = (flat.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     else:
         values = flat.view(np.float16 if part.kind == "F16" else np.float32).astype(np.float32)

@@ -1,16 +1,59 @@
-"""How a folder's matrices are packed, from its `quantization_config`. Unknown options are refused by name."""
+"""How a folder's matrices are packed, from its `quantization_config`. Unknown options are refused by name.
 
-from collections.abc import Iterable, Mapping
+Which fields change nothing is as of compressed-tensors 0.20.0, transformers 5.24, AutoRound 0.16.1.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvloom.checkpoints.fields import unknown_field
 from kvloom.contract.errors import ModelError
 
-_METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "mxfp4")
+_METHODS = ("awq", "gptq", "auto-round", "compressed-tensors", "fp8", "mxfp4")
 _GROUP = 32  # numbers that share a scale in memory: a file's groups are multiples of it
 _LARGEST = 1 << 20
 _COMPRESSED = {"pack-quantized": "packed", "int-quantized": "bytes", "naive-quantized": "bytes"}
-_COMPRESSED |= {"float-quantized": "fp8", "mxfp4-pack-quantized": "mxfp4"}
+_COMPRESSED |= {"float-quantized": "fp8", "mxfp8-quantized": "fp8", "mxfp4-pack-quantized": "mxfp4"}
+_MIXED = "mixed-precision"  # each group has a format of its own
+_GPTQ_FORMATS = ("gptq", "gptq_v2")
+_OWN_SETTINGS = "has settings of its own, which is not supported; all matrices that are quantised must have the same"
+# which matrices are quantised (their tensors tell it, too), how activations and the cache may be, and notes
+_NOTES = (
+    *(
+        "quant_method",
+        "provider",
+        "backend",
+        "modules_to_not_convert",
+        "modules_to_convert",
+        "ignored_layers",
+        "ignore",
+    ),
+    *("lm_head", "dequantize", "activation_scheme", "kv_cache_scheme", "tokenizer", "dataset", "meta", "sym"),
+    *("desc_act", "batch_size", "block_name_to_quantize", "modules_in_block_to_quantize", "model_seqlen", "data_type"),
+    *("act_bits", "act_data_type", "act_group_size", "act_sym", "act_dynamic", "attention_input_activations"),
+)
+_OF_MAKERS = (  # settings of the search for the numbers, and of kernels
+    *(
+        "damp_percent",
+        "damp_auto_increment",
+        "act_group_aware",
+        "true_sequential",
+        "static_groups",
+        "mse",
+        "pad_token_id",
+    ),
+    *("max_input_length", "cache_block_outputs", "module_name_preceding_first_block", "use_exllama", "exllama_config"),
+    *("disable_exllama", "use_cuda_fp16", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "model_name_or_path"),
+    *("model_file_base_name", "amp", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input"),
+    *("gradient_accumulate_steps", "iters", "lr", "low_gpu_mem_usage", "minmax_lr", "nsamples", "scale_dtype"),
+    *("seqlen", "supported_types", "quant_block_list", "to_quant_block_names", "autoround_version"),
+    *("static_kv_dtype", "static_kv_granularity", "static_attention_dtype", "static_attention_granularity"),
+)
+_ARGS = (  # of weights and activations of compressed-tensors
+    *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder"),
+    *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +83,10 @@ def scheme_of(config: Mapping[str, Any], file: str) -> Scheme | None:
         raise ModelError(f"{file}: {key} must be an object, got {settings!r:.80}")
     method = settings.get("quant_method", "compressed-tensors" if "config_groups" in settings else None)
     fields = _Fields(settings, f"{file}: {key}")
-    if method == "awq":
-        return _awq(fields)
-    if method == "gptq":
-        return _gptq(fields)
-    if method == "compressed-tensors":
-        return _compressed(fields)
-    if method == "fp8":
-        return _fp8(fields)
-    if method == "mxfp4":
-        return Scheme("mxfp4_experts", 4, 32)
+    readers = {"awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "fp8": _fp8, "mxfp4": _mxfp4}
+    readers["compressed-tensors"] = _compressed
+    if isinstance(method, str) and method in readers:
+        return readers[method](fields)
     raise ModelError(
         f"{file}: weights quantised by {method or 'an unnamed method'!r:.80} are not supported; {', '.join(_METHODS)} "
         "and GGUF files are, and weights that are not quantised"
@@ -65,8 +102,15 @@ class _Fields:
     def get(self, name: str, default: object = None) -> Any:
         return self._values.get(name, default)
 
+    def only_known(self, *known: str, **plain: tuple[object, ...]) -> None:
+        """Raises ModelError for a field that fields.unknown_field finds."""
+        name = unknown_field(self._values, known, plain)
+        if name is not None:
+            raise ModelError(f"{self._where}: {name[:80]} is not supported, got {self._values[name]!r:.80}")
+
     def one_of(self, name: str, known: tuple[object, ...], default: object) -> Any:
-        value = self._values.get(name, default)
+        value = self._values.get(name)
+        value = default if value is None else value
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in known):
             raise ModelError(
                 f"{self._where}: {name} {value!r:.80} is not supported; known: {', '.join(map(repr, known))}"
@@ -74,7 +118,8 @@ class _Fields:
         return value
 
     def group(self, name: str, default: int) -> int | None:
-        value = self._values.get(name, default)
+        value = self._values.get(name)
+        value = default if value is None else value
         if value == -1:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _LARGEST or value % _GROUP:
@@ -90,55 +135,119 @@ class _Fields:
             raise ModelError(f"{self._where}: {name} must be an object, got {value!r:.80}")
         return _Fields(value, f"{self._where}.{name}")
 
-    def only(self, name: str) -> "_Fields":
-        """The one object in an object of objects."""
-        value = self.inner(name)._values
-        if len(value) != 1:
-            raise ModelError(f"{self._where}: {name} of {len(value)} groups is not supported; one is")
-        return self.inner(name).inner(next(iter(value)))
+    def without(self, *names: str) -> "_Fields":
+        return _Fields({name: value for name, value in self._values.items() if name not in names}, self._where)
+
+    def each(self, name: str) -> Iterator["_Fields"]:
+        """The objects in an object of objects."""
+        inner = self.inner(name)
+        for key in inner._values:
+            yield inner.inner(key)
+
+    def listed(self, name: str) -> Iterator["_Fields"]:
+        """The objects in a list of objects."""
+        values = self._values.get(name) or []
+        if not isinstance(values, list) or not all(isinstance(one, Mapping) for one in values):
+            raise self.refused(name, f"must be a list of objects, got {values!r:.80}")
+        for value in values:
+            yield _Fields(value, f"{self._where}.{name}")
+
+    def refused(self, name: str, problem: str) -> ModelError:
+        return ModelError(f"{self._where}: {name} {problem}")
 
 
 def _awq(fields: _Fields) -> Scheme:
-    fields.one_of("version", ("gemm", "GEMM"), "gemm")
-    fields.one_of("zero_point", (True,), True)
+    fields.only_known(*_NOTES, *_OF_MAKERS, "version", "format", "zero_point", "bits", "group_size")
+    for name in ("version", "format"):
+        fields.one_of(name, ("gemm", "GEMM"), "gemm")
+    fields.one_of("zero_point", (True, False), True)  # the file has zeros in any case; without, all are 8
     return Scheme("awq", fields.one_of("bits", (4,), 4), fields.group("group_size", 128), has_zeros=True)
 
 
 def _gptq(fields: _Fields) -> Scheme:
-    version = fields.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    fields.only_known(
+        *(*_NOTES, *_OF_MAKERS, "dynamic", "checkpoint_format", "format", "bits", "group_size"),
+        pack_dtype=("int32",),
+        method=("gptq",),
+    )
+    version = fields.one_of("checkpoint_format", _GPTQ_FORMATS, fields.one_of("format", _GPTQ_FORMATS, "gptq"))
     bits = fields.one_of("bits", (4, 8), 4)
     for rule, settings in fields.inner("dynamic").items():
         if settings and not rule.startswith("-:"):  # "-:" leaves matrices as they are, which their tensors tell
-            raise ModelError(
-                f"{fields._where}: dynamic: {rule!r:.80} has settings of its own, which is not supported; all matrices "
-                "that are quantised must have the same"
-            )
+            raise fields.refused("dynamic:", f"{rule!r:.80} {_OWN_SETTINGS}")
     return Scheme("gptq", bits, fields.group("group_size", 128), True, zero_shift=1 if version == "gptq" else 0)
 
 
+def _auto_round(fields: _Fields) -> Scheme:
+    """Of AutoRound's own format those that have the tensors of AWQ or GPTQ."""
+    reader = {"auto_round:auto_gptq": _gptq, "auto_round:auto_awq": _awq}
+    for module, settings in fields.inner("extra_config").items():
+        if not isinstance(settings, Mapping) or settings.get("bits", 0) < 16:
+            raise fields.refused("extra_config:", f"{module!r:.80} {_OWN_SETTINGS}")
+    return reader[fields.one_of("packing_format", tuple(reader), None)](
+        fields.without("packing_format", "extra_config")
+    )
+
+
 def _compressed(fields: _Fields) -> Scheme:
+    fields.only_known(
+        *(*_NOTES, "version", "config_groups", "format", "quantization_status", "global_compression_ratio"),
+        *("sparsity_config", "transform_config", "run_compressed", "use_optimized_inference"),
+    )
     if fields.get("sparsity_config") and fields.inner("sparsity_config").get("format") not in (None, "dense"):
         fields.inner("sparsity_config").one_of("format", ("dense",), "dense")
-    layout = _COMPRESSED[fields.one_of("format", tuple(_COMPRESSED), None)]
-    settings = fields.only("config_groups")
-    weights = settings.inner("weights")
+    _check_rotations(fields.inner("transform_config"))
+    format = fields.one_of("format", (*_COMPRESSED, _MIXED), None)
+    schemes = {}
+    for group in fields.each("config_groups"):
+        group.only_known("targets", "weights", "input_activations", "output_activations", "format")
+        if group.get("weights"):
+            own = group.one_of("format", tuple(_COMPRESSED), None if format == _MIXED else format)
+            schemes[_compressed_group(group, _COMPRESSED[own])] = group
+    if len(schemes) != 1:
+        raise fields.refused("config_groups", f"of {len(schemes)} kinds of weights is not supported; one is")
+    return next(iter(schemes))
+
+
+def _check_rotations(config: _Fields) -> None:
+    """Refuses transforms of activations; those that weights were stored with leave nothing to do."""
+    config.only_known("config_groups")
+    for group in config.each("config_groups"):
+        group.only_known("type", "apply", "randomize", "requires_grad", "head_dim", "precision")
+        for use in group.listed("apply"):
+            use.only_known("targets", "location", "inverse", "ignore")
+            use.one_of("location", ("weight_input", "weight_output"), None)
+
+
+def _compressed_group(group: _Fields, layout: str) -> Scheme:
+    weights, activations = group.inner("weights"), group.inner("input_activations")
+    for args in (weights, activations, group.inner("output_activations")):
+        args.only_known(*_ARGS)
+    weights.one_of("dynamic", (False,), False)
     kind = weights.one_of("type", ("int", "float"), "int")
     if layout == "mxfp4":
         weights.one_of("group_size", (32,), None)
         return Scheme("mxfp4", 4, 32)
     if kind == "float" or layout == "fp8":
-        weights.one_of("type", ("float",), kind)
-        weights.one_of("num_bits", (8,), 8)
-        weights.one_of("strategy", ("tensor", "channel"), "tensor")
-        return Scheme("fp8", 8, None)
+        return _compressed_fp8(weights, kind)
     bits = weights.one_of("num_bits", (4, 8) if layout == "packed" else (8,), 8)
     strategy = weights.one_of("strategy", ("group", "channel", "tensor"), "channel")
-    group = weights.group("group_size", 128) if strategy == "group" else None
+    run = weights.group("group_size", 128) if strategy == "group" else None
     has_zeros = not weights.one_of("symmetric", (True, False), True)
-    is_whole = bits == 8 and group is None and not has_zeros
-    return Scheme(
-        layout, bits, group, has_zeros, per_token=is_whole and _is_per_token(settings.inner("input_activations"))
-    )
+    is_whole = bits == 8 and run is None and not has_zeros
+    return Scheme(layout, bits, run, has_zeros, per_token=is_whole and _is_per_token(activations))
+
+
+def _compressed_fp8(weights: _Fields, kind: str) -> Scheme:
+    weights.one_of("type", ("float",), kind)
+    weights.one_of("num_bits", (8,), 8)
+    strategy = weights.one_of("strategy", ("tensor", "channel", "block", "group"), "tensor")
+    if strategy == "block":
+        return Scheme("fp8", 8, None, blocks=_block(weights, "block_structure"))
+    if strategy == "group":
+        group = weights.group("group_size", 128)
+        return Scheme("fp8", 8, None, blocks=None if group is None else (1, group))
+    return Scheme("fp8", 8, None)
 
 
 def _is_per_token(activations: _Fields) -> bool:
@@ -151,10 +260,16 @@ def _is_per_token(activations: _Fields) -> bool:
 
 
 def _fp8(fields: _Fields) -> Scheme:
+    fields.only_known(*_NOTES, *_OF_MAKERS, "fmt", "weight_block_size", "scale_fmt", expert_dtype=("fp8",))
     fields.one_of("fmt", ("e4m3",), "e4m3")
     return Scheme(
         "fp8", 8, None, blocks=_block(fields, "weight_block_size") if fields.get("weight_block_size") else None
     )
+
+
+def _mxfp4(fields: _Fields) -> Scheme:
+    fields.only_known(*_NOTES)
+    return Scheme("mxfp4_experts", 4, 32)
 
 
 def _block(fields: _Fields, name: str) -> tuple[int, int]:
