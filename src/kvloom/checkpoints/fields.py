@@ -3,11 +3,11 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-_NO_VALUES: Mapping[str, tuple[object, ...]] = {}
+NO_VALUES: Mapping[str, tuple[object, ...]] = {}
 
 
 def unknown_field(
-    values: Mapping[str, Any], known: Collection[str], plain: Mapping[str, tuple[object, ...]] = _NO_VALUES
+    values: Mapping[str, Any], known: Collection[str], plain: Mapping[str, tuple[object, ...]] = NO_VALUES
 ) -> str | None:
     """The first field that would change what is computed, or might; None without one.
 

@@ -7,6 +7,12 @@ from collections.abc import Sequence
 POOLINGS = ("last", "mean", "cls")  # the last token's state, the mean of all, the first token's
 
 
+def modes_of(pooling: str) -> tuple[str, ...]:
+    """The modes of a pooling, whose vectors follow each other: of "mean+cls" these two; () if one is not known."""
+    modes = tuple(pooling.split("+"))
+    return modes if all(mode in POOLINGS for mode in modes) else ()
+
+
 def unit(data: bytes, num_dimensions: int | None = None) -> "array[float]":
     """A pooled vector (float32) scaled to length 1; with `num_dimensions` cut to these first, then scaled."""
     values = array("f", data)[:num_dimensions]

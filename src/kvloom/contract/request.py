@@ -8,7 +8,7 @@ import msgspec
 
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.images import Sight
-from kvloom.contract.pooling import POOLINGS
+from kvloom.contract.pooling import POOLINGS, modes_of
 
 
 class FinishReason(Enum):
@@ -145,7 +145,7 @@ class Request:
     """One sequence to generate. `n` answers of one prompt are n requests (their prompt blocks are shared).
 
     `answer`: its first tokens, delivered by an engine that has died; only what follows is delivered. With a `pooling`
-    (one of pooling.POOLINGS) nothing is generated: max_tokens is 0, and the only delta carries the prompt's pooled
+    (see pooling.modes_of) nothing is generated: max_tokens is 0, and the only delta carries the prompt's pooled
     states. With `is_look`, for an engine with vision, nothing is generated either: the only delta carries the prompt as
     the model reads it, with the tokens of its images.
     """
@@ -201,7 +201,7 @@ def check_request(request: Request, max_seq_len: int, vocab_size: int) -> None:
         raise BadRequest("prompt", f"has {length} tokens, but prompt and answer must fit in {max_seq_len}")
     if "\0" in request.cache_salt:
         raise BadRequest("cache_salt", "must not contain NUL")
-    if request.pooling and (request.pooling not in POOLINGS or request.params.max_tokens != 0):
+    if request.pooling and (not modes_of(request.pooling) or request.params.max_tokens != 0):
         raise BadRequest("pooling", f"must be one of {', '.join(POOLINGS)}, with max_tokens 0")
     given = (
         ("prompt", request.prompt_ids),

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.checkpoints.embedding.dense import dense_of_folder
 from kvloom.contract.capabilities import check_capable
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError
@@ -113,6 +114,25 @@ def test_a_gguf_file_of_it_gives_the_same_vectors(tmp_path: Path):
         assert float((vector - truth).norm() / truth.norm()) < TOLERANCES["reference"]
 
 
+@pytest.mark.parametrize("num_out", [6, 5])
+@pytest.mark.parametrize("activation", ["Identity", "Tanh"])
+def test_a_dense_layer_may_add_what_it_is_given(tmp_path: Path, num_out: int, activation: str):
+    """As sentence-transformers 6.2 saves Dense(..., use_residual=True): projected where the sizes differ."""
+    torch.manual_seed(2)
+    linear, residual = torch.nn.Linear(6, num_out), torch.nn.Linear(6, num_out, bias=False)
+    tensors = {f"linear.{key}": value for key, value in linear.state_dict().items()}
+    save_file(tensors | ({"residual.weight": residual.weight.data} if num_out != 6 else {}), tmp_path / "m.safetensors")
+    places = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
+    config = {"in_features": 6, "out_features": num_out, "bias": True, "use_residual": True, **places}
+    config["activation_function"] = f"torch.nn.modules.activation.{activation}"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = torch.randn(6)
+    with torch.no_grad():
+        projected = linear(given) if activation == "Identity" else torch.tanh(linear(given))
+        truth = projected + (given if num_out == 6 else residual(given))
+    torch.testing.assert_close(torch.tensor(dense_of_folder(tmp_path, 6)(given.numpy())), truth)
+
+
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
@@ -136,6 +156,12 @@ def test_a_gguf_file_of_it_gives_the_same_vectors(tmp_path: Path):
                 '{"in_features": 160, "out_features": 64, "bias": false, "activation_function": "torch.nn.ReLU"}'
             ),
             "3_Dense: activation_function 'ReLU' is not supported; supported are Identity, Tanh",
+        ),
+        (
+            lambda folder: (folder / "3_Dense" / "config.json").write_text(
+                '{"in_features": 160, "out_features": 64, "bias": false, "module_input_name": "token_embeddings"}'
+            ),
+            "3_Dense/config.json: module_input_name is not supported, got 'token_embeddings'",
         ),
         (lambda folder: (folder / "modules.json").write_text("[3]"), "cannot be read as a list of modules"),
     ],

@@ -1,6 +1,7 @@
 """Embeddings of models with weights: transformers' states, pooled; bit-identical however they are scheduled."""
 
 import json
+import re
 from array import array
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from kvloom.checkpoints.embedding.prompts import prompts_of
 from kvloom.contract.capabilities import check_capable
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError
-from kvloom.contract.pooling import POOLINGS
+from kvloom.contract.pooling import POOLINGS, modes_of
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.gewu.protocol.messages import Open
@@ -47,7 +48,7 @@ def runner(folder, request) -> ModelRunner:
     return open_runner(config, [], lambda done, total: None)
 
 
-@pytest.fixture(scope="module", params=POOLINGS)
+@pytest.fixture(scope="module", params=[*POOLINGS, "mean+cls+last"])
 def pooling(request) -> str:
     return request.param
 
@@ -73,7 +74,7 @@ def test_they_are_the_states_of_transformers(runner: ModelRunner, pooling: str):
     got = vectors(engine_of(runner, enable_prefix_cache=False), pooling)
     tolerance = 2e-4 if runner.info.backend == "reference" else 0.05  # the kernels have bfloat16 weights and cache
     for ids, vector, truth in zip(PROMPTS, got, wanted(tiny_model("qwen3"), pooling), strict=True):
-        assert len(vector) == runner.info.hidden_size == 64
+        assert len(vector) == runner.info.hidden_size * len(pooling.split("+")) == len(truth)
         difference = torch.tensor(vector) - truth
         assert float(difference.norm() / truth.norm()) < tolerance, len(ids)
 
@@ -139,7 +140,19 @@ def test_a_checkpoint_of_the_decoder_alone_is_read_too(tmp_path: Path):
         torch.testing.assert_close(torch.tensor(vector), truth, atol=2e-4, rtol=1e-4)
 
 
-MODULES = '[{"idx": 0, "type": "x.models.Transformer"}, {"type": "x.Pooling", "path": "Y"}, {"type": "x.%s"}]'
+def modules(last: str) -> str:
+    own = "sentence_transformers.models"
+    kinds = [{"type": f"{own}.Transformer"}, {"type": f"{own}.Pooling", "path": "Y"}, {"type": last, "path": "Z"}]
+    return json.dumps([{"idx": i, "name": str(i), **kind} for i, kind in enumerate(kinds)])
+
+
+NORMALIZE = "sentence_transformers.base.modules.normalize.Normalize"
+BOTH = '{"pooling_mode_mean_tokens": true, "pooling_mode_cls_token": true}'
+OF_TEXTS = {  # what sentence-transformers 6.2 writes for a tokenizer without a chat template
+    "transformer_task": "feature-extraction", "module_output_name": "token_embeddings",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+}  # fmt: skip
+OF_MESSAGES = {**OF_TEXTS, "modality_config": {**OF_TEXTS["modality_config"], "message": {"method": "forward"}}}
 
 
 @pytest.mark.parametrize(
@@ -150,24 +163,56 @@ MODULES = '[{"idx": 0, "type": "x.models.Transformer"}, {"type": "x.Pooling", "p
         ({"1_Pooling/config.json": '{"pooling_mode_cls_token": false, "pooling_mode_mean_tokens": true}'}, "mean"),
         ({"1_Pooling/config.json": '{"pooling_mode_max_tokens": true}'}, "max_tokens"),
         ({"1_Pooling/config.json": '{"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": true}'}, "mean+last"),
-        ({"modules.json": MODULES % "Normalize", "Y/config.json": "{}"}, "last"),
+        ({"1_Pooling/config.json": BOTH}, "cls+mean"),
+        ({"1_Pooling/config.json": '{"pooling_mode": ["mean", "cls"], "include_prompt": true}'}, "mean+cls"),
+        ({"modules.json": modules(NORMALIZE), "Y/config.json": "{}"}, "mean"),
+        ({"sentence_bert_config.json": '{"max_seq_length": 512, "do_lower_case": false}'}, "last"),
+        ({"sentence_bert_config.json": json.dumps(OF_TEXTS)}, "last"),
+        ({"sentence_bert_config.json": json.dumps(OF_MESSAGES)}, "last+texts as messages of the chat template"),
+        ({"config_sentence_transformers.json": '{"model_type": "SentenceTransformer"}'}, "last"),
+        ({"config_sentence_transformers.json": '{"model_type": "SparseEncoder"}'}, "last+SparseEncoder"),
+        ({"modules.json": modules("own.Normalize"), "Y/config.json": '{"pooling_mode": "cls"}'}, "cls+own.Normalize"),
         ({"1_Pooling/config.json": '{"pooling_mode_cls_token": true}'}, "cls"),
         ({"1_Pooling/config.json": '{"pooling_mode": "mean"}'}, "mean"),
-        ({"modules.json": MODULES % "LSTM", "Y/config.json": "{}"}, "last+LSTM"),
+        ({"modules.json": modules("sentence_transformers.models.LSTM"), "Y/config.json": "{}"}, "mean+LSTM"),
         (
-            {"modules.json": MODULES % "Normalize", "Y/config.json": '{"include_prompt": false}'},
-            "tokens behind the prompt alone",
+            {"modules.json": modules(NORMALIZE), "Y/config.json": '{"include_prompt": false}'},
+            "mean+tokens behind the prompt alone",
         ),
     ],
 )
 def test_the_checkpoint_says_how_to_pool(folder: Path, tmp_path: Path, files: dict[str, str], pooling: str):
+    found = open_checkpoint(beside(folder, tmp_path, files)).embedding
+    assert (found.pooling, found.num_out) == (pooling, 64 * max(1, len(modes_of(pooling))))
+
+
+def beside(folder: Path, tmp_path: Path, files: dict[str, str]) -> Path:
+    """The folder with more files."""
     for path in folder.iterdir():
         (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "Y").mkdir()
     for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert open_checkpoint(tmp_path).embedding.pooling == pooling
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"1_Pooling/config.json": '{"field_of_2027": 1}'}, "1_Pooling/config.json: field_of_2027 is not supported"),
+        ({"1_Pooling/config.json": '{"pooling_mode": {"a": 1}}'}, "pooling_mode must be a name or a list of names"),
+        ({"sentence_bert_config.json": '{"do_lower_case": true}'}, "do_lower_case is not supported, got True"),
+        ({"sentence_bert_config.json": '{"transformer_task": "text-generation"}'}, "transformer_task is not supported"),
+        ({"modules.json": '[{"type": "a.B", "kwargs": ["task"]}]'}, "kwargs of a.B is not supported, got ['task']"),
+        (
+            {"modules.json": modules(NORMALIZE), "Y/config.json": "{}", "Z/config.json": '{"module_input_name": "x"}'},
+            "Z/config.json: module_input_name is not supported, got 'x'",
+        ),
+    ],
+)
+def test_fields_that_are_not_known_are_refused_by_name(folder: Path, tmp_path: Path, files: dict[str, str], words: str):
+    with pytest.raises(ModelError, match=re.escape(words)):
+        open_checkpoint(beside(folder, tmp_path, files))
 
 
 @pytest.mark.parametrize(

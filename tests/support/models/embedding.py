@@ -64,7 +64,8 @@ def save_modules(folder: Path, dense: Sequence[torch.nn.Linear] = (), pooling: s
 
 def pooled(states: torch.Tensor, pooling: str, dense: Sequence[torch.nn.Linear] = ()) -> torch.Tensor:
     """The embedding of states [T, hidden], before normalisation to length 1."""
-    vector = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[pooling]
+    modes = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}
+    vector = torch.cat([modes[mode] for mode in pooling.split("+")])
     for layer in dense:
         vector = F.linear(vector, layer.weight, layer.bias)
     return vector

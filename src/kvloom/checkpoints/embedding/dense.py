@@ -1,11 +1,13 @@
 """Dense layers behind the pooling, of sentence-transformers' folders and of GGUF files of embedding models."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from kvloom.checkpoints.families.values import count
+from kvloom.checkpoints.families.values import count, short
+from kvloom.checkpoints.fields import unknown_field
 from kvloom.checkpoints.files import read_object
 from kvloom.checkpoints.gguf import GgufFile
 from kvloom.checkpoints.quantized.numbers import Floats
@@ -14,15 +16,26 @@ from kvloom.checkpoints.source import RawTensor, check_shape
 from kvloom.contract.errors import ModelError
 
 ACTIVATIONS = ("Identity", "Tanh")  # names of torch's classes
+_READ = ("in_features", "out_features", "bias", "activation_function")
+PLAIN: Mapping[str, tuple[object, ...]] = {  # of Dense and Normalize of sentence-transformers 6.2
+    "module_input_name": ("sentence_embedding",),
+    "module_output_name": ("sentence_embedding",),
+    "use_residual": (True,),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """y = activation(weight x + bias), in float32. weight [out, in]; bias [out], None = none."""
+    """y = activation(weight x + bias), in float32. weight [out, in]; bias [out], None = none.
+
+    With `adds_input` x is added to y; through `residual` [out, in], where there is one.
+    """
 
     weight: Floats
     bias: Floats | None = None
     activation: str = "Identity"  # one of ACTIVATIONS
+    adds_input: bool = False
+    residual: Floats | None = None
 
     @property
     def num_out(self) -> int:
@@ -30,19 +43,26 @@ class Dense:
 
     @property
     def num_bytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return sum(part.nbytes for part in (self.weight, self.bias, self.residual) if part is not None)
 
     def __call__(self, x: Floats) -> Floats:
         """x [in] -> [out]."""
         y = self.weight @ x
         if self.bias is not None:
             y += self.bias
-        return np.tanh(y) if self.activation == "Tanh" else y
+        if self.activation == "Tanh":
+            y = np.tanh(y)
+        if self.adds_input:
+            y += x if self.residual is None else self.residual @ x
+        return y
 
 
 def dense_of_folder(folder: Path, num_in: int) -> Dense:
     """A Dense module of sentence-transformers. `num_in`: size of its input. Raises ModelError."""
     config = read_object(folder / "config.json")
+    name = unknown_field(config, _READ, PLAIN)
+    if name is not None:
+        raise ModelError(f"{folder / 'config.json'}: {name[:80]} is not supported, got {short(config[name])}")
     num_out = count(config, "out_features")
     if count(config, "in_features") != num_in:
         raise ModelError(f"{folder}: in_features is {config['in_features']}, what it is given has {num_in} numbers")
@@ -52,7 +72,10 @@ def dense_of_folder(folder: Path, num_in: int) -> Dense:
         raise ModelError(f"{folder}: activation_function {activation!r:.80} is not supported; supported are {known}")
     tensors = SafetensorsSource(folder, {})
     bias = tensors.floats("linear.bias", (num_out,)) if config.get("bias", True) else None
-    return Dense(tensors.floats("linear.weight", (num_out, num_in)), bias, activation)
+    weight, adds_input = tensors.floats("linear.weight", (num_out, num_in)), config.get("use_residual") is True
+    is_projected = adds_input and num_in != num_out
+    residual = tensors.floats("residual.weight", (num_out, num_in)) if is_projected else None
+    return Dense(weight, bias, activation, adds_input, residual)
 
 
 def dense_of_gguf(file: GgufFile, num_states: int) -> tuple[Dense, ...]:

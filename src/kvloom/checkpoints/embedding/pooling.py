@@ -1,32 +1,44 @@
 """How a checkpoint's embeddings are made: from sentence-transformers' files in a folder, or a GGUF file's keys."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvloom.checkpoints.embedding.dense import Dense, dense_of_folder
+from kvloom.checkpoints.embedding.dense import PLAIN, Dense, dense_of_folder
+from kvloom.checkpoints.families.values import short
+from kvloom.checkpoints.fields import NO_VALUES, unknown_field
 from kvloom.checkpoints.files import read_json, read_object
 from kvloom.checkpoints.quantized.numbers import Floats
 from kvloom.contract.errors import ModelError
+from kvloom.contract.pooling import modes_of
 
 LAST = "last"  # default of decoders: only the last token has attended to all others
 _PREFIX = "pooling_mode_"
 _KEYS = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
+_ORDER = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 _GGUF_TYPES = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's LLAMA_POOLING_TYPE; 0 = not said
-_PLAIN_MODULES = ("Transformer", "Pooling", "Normalize")  # embeddings are always normalised
+_OWN = "sentence_transformers."  # begins the names of its classes
+_PLAIN_MODULES = ("Transformer", "Pooling", "Normalize", "Dropout")  # embeddings are always normalised
+_OF_MODULES = ("idx", "name", "path", "type")
+_OF_POOLING = (*(_PREFIX + mode for mode in _ORDER), "pooling_mode", "include_prompt", "embedding_dimension")
+_OF_TEXTS = ("max_seq_length", "modality_config", "unpad_inputs", "tokenizer_name_or_path")  # sentence_bert_config.json
+_PLAIN_TEXTS: Mapping[str, tuple[object, ...]] = {
+    "transformer_task": ("feature-extraction",),
+    "module_output_name": ("token_embeddings",),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
     """How a prompt's states become an embedding, or one number for each label.
 
-    `pooling`: one of pooling.POOLINGS, or a description of the model's unsupported pooling. `dense`: the layers that a
-    pooled vector passes through, in order.
+    `pooling`: one of pooling.POOLINGS, several with "+" between them, whose vectors follow each other, or a description
+    of the model's unsupported pooling. `dense`: the layers that a pooled vector passes through, in order.
     """
 
     pooling: str
-    num_states: int  # numbers of a token's state
+    num_states: int  # numbers of a pooled state
     dense: tuple[Dense, ...] = ()
     labels: tuple[str, ...] = ()  # of a classifier, whose last layer gives one number for each
     activation: str = ""  # applied to these numbers; see contract.pooling.scores
@@ -51,31 +63,55 @@ def folder_embedding(folder: Path, num_states: int, otherwise: str = LAST) -> Em
     modules = _modules(folder / "modules.json")
     kinds = [kind for kind, _ in modules]
     known = {*_PLAIN_MODULES, "Dense"}
-    extra = [kind for kind in kinds if kind not in known]
+    extra = [*(kind for kind in kinds if kind not in known), *_of_texts(folder)]
     if "Dense" in kinds and (kinds.index("Dense") < kinds.index("Pooling") if "Pooling" in kinds else True):
         extra.append("Dense before the pooling")
     elif "Dense" in kinds and "Normalize" in kinds[: len(kinds) - 1 - kinds[::-1].index("Dense")]:
         extra.append("Dense behind Normalize")
-    pooling = "+".join([_pooling(folder, dict(modules), otherwise), *extra])
+    modes = _pooling(folder, dict(modules), otherwise)
+    num_states *= max(1, len(modes_of("+".join(modes))))
     dense: tuple[Dense, ...] = ()
     for kind, path in modules if not extra else ():
         if kind == "Dense":
             dense = (*dense, dense_of_folder(folder / path, dense[-1].num_out if dense else num_states))
-    return Embedding(pooling, num_states, dense)
+        elif kind == "Normalize" and (config := folder / path / "config.json").exists():
+            _check(config, (), PLAIN)
+    return Embedding("+".join([*modes, *extra]), num_states, dense)
 
 
-def _pooling(folder: Path, paths: Mapping[str, str], otherwise: str) -> str:
-    """Raises ModelError."""
+def _pooling(folder: Path, paths: Mapping[str, str], otherwise: str) -> list[str]:
+    """The modes in the order of their vectors. Raises ModelError."""
     path = folder / paths.get("Pooling", "1_Pooling") / "config.json"
     if "Pooling" not in paths and not path.exists():
-        return otherwise
+        return [otherwise]
+    config = _check(path, (*_OF_POOLING, "word_embedding_dimension"))
+    named = config.get("pooling_mode") or [mode for mode in _ORDER if config.get(_PREFIX + mode)]
+    named = [named] if isinstance(named, str) else named
+    if not isinstance(named, list) or not all(isinstance(mode, str) for mode in named):
+        raise ModelError(f"{path}: pooling_mode must be a name or a list of names, got {short(named)}")
+    modes = [_KEYS.get(str(mode), str(mode)) for mode in named] or ["mean"]
+    return [*modes, "tokens behind the prompt alone"] if config.get("include_prompt") is False else modes
+
+
+def _of_texts(folder: Path) -> list[str]:
+    """What sentence-transformers does with texts that is not done here. Raises ModelError."""
+    extra = []
+    path, about = folder / "sentence_bert_config.json", folder / "config_sentence_transformers.json"
+    if path.exists():
+        config = _check(path, _OF_TEXTS, _PLAIN_TEXTS)
+        if "message" in (config.get("modality_config") or {}):
+            extra.append("texts as messages of the chat template")
+    kind = read_object(about).get("model_type") if about.exists() else None
+    return [*extra, str(kind)[:80]] if kind not in (None, "SentenceTransformer") else extra
+
+
+def _check(path: Path, known: Collection[str], plain: Mapping[str, tuple[object, ...]] = NO_VALUES) -> dict[str, Any]:
+    """The object in a file, without unknown fields. Raises ModelError."""
     config = read_object(path)
-    modes = [key.removeprefix(_PREFIX) for key, value in config.items() if key.startswith(_PREFIX) and value]
-    if isinstance(config.get("pooling_mode"), str):
-        modes.append(config["pooling_mode"])
-    if config.get("include_prompt") is False:
-        modes.append("tokens behind the prompt alone")
-    return "+".join(_KEYS.get(mode, mode) for mode in modes) or otherwise
+    name = unknown_field(config, known, plain)
+    if name is not None:
+        raise ModelError(f"{path}: {name[:80]} is not supported, got {short(config[name])}")
+    return config
 
 
 def gguf_pooling(kind: Any, otherwise: str = LAST) -> str:
@@ -88,6 +124,11 @@ def _modules(path: Path) -> list[tuple[str, str]]:
     if not path.exists():
         return []
     try:
-        return [(str(one["type"]).rsplit(".", 1)[-1], Path(one.get("path") or "").name) for one in read_json(path)]
-    except (TypeError, LookupError, AttributeError) as error:
+        found = [(str(one["type"]), Path(one.get("path") or "").name, dict(one)) for one in read_json(path)]
+    except (TypeError, LookupError, AttributeError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as a list of modules: {error}") from None
+    for kind, _, module in found:
+        name = unknown_field(module, _OF_MODULES)
+        if name is not None:
+            raise ModelError(f"{path}: {name[:80]} of {kind:.80} is not supported, got {short(module[name])}")
+    return [(kind.rsplit(".", 1)[-1] if kind.startswith(_OWN) else kind[:80], folder) for kind, folder, _ in found]

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest, ServingError
-from kvloom.contract.pooling import POOLINGS, unit
+from kvloom.contract.pooling import POOLINGS, modes_of, unit
 from kvloom.contract.request import SamplingParams
 from kvloom.server.dialects.ids import new_id
 from kvloom.server.dialects.openai.bodies import TokenId, texts_or_ids
@@ -80,7 +80,7 @@ def check_embeds(service: GenerationService, num_dimensions: int | None) -> None
         raise BadRequest(
             "model", "is a classifier and makes no embeddings; ask /classify, or /rerank where it has one label"
         )
-    if info.pooling not in POOLINGS:
+    if not modes_of(info.pooling):
         raise BadRequest("model", f"makes its embeddings by {info.pooling}; this server has {', '.join(POOLINGS)}")
     if num_dimensions is not None and num_dimensions > info.hidden_size:
         raise BadRequest("dimensions", f"must be at most {info.hidden_size}, got {num_dimensions}")
