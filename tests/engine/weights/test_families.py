@@ -148,6 +148,24 @@ def test_the_gguf_file_of_gemma2_27b_does_not_say_that_its_scale_is_another(laye
     assert spec.attention_scale == scale
 
 
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+
+
+@pytest.mark.parametrize(
+    ("more", "theta"),
+    [
+        ({"rope_parameters": PLAIN}, 1e6),
+        ({"rope_parameters": PLAIN, "rope_scaling": None}, 1e6),
+        ({"rope_parameters": PLAIN, "rope_theta": 5.0, "rope_scaling": {"type": "default", "factor": None}}, 1e6),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5}, 5e5),
+        ({"rope_parameters": {**PLAIN, "mrope_section": [3, 3, 2], "mrope_interleaved": True}}, 1e6),
+    ],
+)
+def test_settings_of_the_rotary_embedding_that_say_the_same_are_read(more, theta):
+    layers = FAMILIES["Qwen2ForCausalLM"].spec(SHAPE | {"head_dim": 32} | more).layers
+    assert layers[0].rope == build_rope(32, theta, {}, 256)
+
+
 @pytest.mark.parametrize(
     ("arch", "more", "problem"),
     [
@@ -174,6 +192,27 @@ def test_the_gguf_file_of_gemma2_27b_does_not_say_that_its_scale_is_another(laye
         ),
         ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling must be positive"),
         ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": 3}}, "rope_parameters of full_attention must be"),
+        (
+            "Qwen2ForCausalLM",
+            {"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_type of rope_scaling is 'yarn', which rope_parameters does not say; move what holds into rope_param",
+        ),
+        (
+            "Qwen2ForCausalLM",
+            {"rope_parameters": PLAIN, "rope_scaling": {"type": "default", "factor": 4.0}},
+            "factor of rope_scaling is 4.0, which rope_parameters does not say",
+        ),
+        (
+            "LlamaForCausalLM",
+            {"rope_parameters": {**PLAIN, "alpha": 1000.0}},
+            "alpha of rope_parameters is not support",
+        ),
+        (
+            "LlamaForCausalLM",
+            {"rope_scaling": {"type": "linear", "factor": 2, "llama_4_scaling_beta": 0.1}},
+            "llama_4_",
+        ),
+        ("LlamaForCausalLM", {"rope_parameters": PLAIN, "rope_scaling": [1]}, r"rope_scaling must be an object, got"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(arch, more, problem):

@@ -311,7 +311,10 @@ def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
             "pid-file: /dev/zero is no plain file",
         ),
         (["serve", "--config", "/nowhere.json"], "/nowhere.json: cannot be read: No such file or directory"),
-        (["pull", "gpt-9"], "no model is named 'gpt-9'; known are smollm2, gemma3-270m, qwen2.5-coder-1.5b, or the path of a model"),
+        (
+            ["pull", "gpt-9"],
+            "no model is named 'gpt-9'; known are smollm2, gemma3-270m, qwen2.5-coder-1.5b, or the path of a model",
+        ),
         (["pull", "https://example.org/a.gguf"], "is a URL, and nothing here verifies what it gives"),
         (["pull", "/etc/hostname"], "/etc/hostname: "),
         (["chat", "--url", "http://127.0.0.1:9"], "does not list its models: Connection refused; is it running?"),

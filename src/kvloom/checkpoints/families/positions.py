@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvloom.checkpoints.families.rope import build_rope
+from kvloom.checkpoints.families.rope import ROPE_FIELDS, build_rope
 from kvloom.checkpoints.families.spec import Layer, Rope
 from kvloom.checkpoints.families.values import count, positive, short
+from kvloom.checkpoints.fields import unknown_field
 from kvloom.contract.errors import ModelError
 
 LOCAL, FULL = "sliding_attention", "full_attention"
@@ -85,9 +86,7 @@ def _uses_rope(config: Mapping[str, Any], num_layers: int) -> list[bool]:
 
 
 def _rope(config: Mapping[str, Any], kind: str, head_dim: int, max_seq_len: int) -> Rope:
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise ModelError(f"configuration: rope_scaling must be an object, got {short(scaling)}")
+    scaling = _scaling(config)
     base = positive(config, "rope_theta", 10000.0)
     if LOCAL in scaling or FULL in scaling:  # one for each kind of layers
         scaling = scaling.get(kind) or {}
@@ -95,6 +94,9 @@ def _rope(config: Mapping[str, Any], kind: str, head_dim: int, max_seq_len: int)
             raise ModelError(f"configuration: rope_parameters of {kind} must be an object, got {short(scaling)}")
     elif kind == LOCAL and config.get("rope_local_unscaled"):
         scaling, base = {}, positive(config, "rope_local_base_freq", positive(scaling, "rope_theta", base))
+    name = unknown_field(scaling, ROPE_FIELDS)
+    if name is not None:
+        raise ModelError(f"configuration: {name[:80]} of rope_parameters is not supported, got {short(scaling[name])}")
     theta = positive(scaling, "rope_theta", base)
     keys = {"original_max_position_embeddings": "original_max_position_embeddings", "truncate": "rope_truncate"}
     context = {key: config[own] for key, own in keys.items() if own in config}
@@ -103,6 +105,27 @@ def _rope(config: Mapping[str, Any], kind: str, head_dim: int, max_seq_len: int)
         return build_rope(_rotated(config, scaling, head_dim), theta, scaling, max_seq_len)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"configuration: rope_theta and rope_scaling cannot be used: {error}") from None
+
+
+def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """rope_parameters, or rope_scaling as it was called; one that says something else beside the other is refused:
+    transformers takes it in place of the other, and so loses the other's rope_theta.
+    """
+    given = [config.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    for one in given:
+        if not isinstance(one, Mapping):
+            raise ModelError(f"configuration: rope_scaling must be an object, got {short(one)}")
+    parameters, scaling = given
+    if not parameters:
+        return scaling
+    for name, value in scaling.items():
+        own = "rope_type" if name == "type" else name
+        if value is not None and value != parameters.get(own, parameters.get("type") if own == "rope_type" else None):
+            raise ModelError(
+                f"configuration: {name[:80]} of rope_scaling is {short(value)}, which rope_parameters does not say; "
+                "move what holds into rope_parameters, beside its rope_theta"
+            )
+    return parameters
 
 
 def _rotated(config: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int) -> int:

@@ -9,6 +9,12 @@ from kvloom.checkpoints.families.spec import Rope
 from kvloom.contract.errors import ModelError
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_FIELDS = (  # of rope_parameters; GGUF's factors are among them
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned"),
+    *("low_freq_factor", "high_freq_factor", "long_factor", "short_factor", "freq_factors"),
+    *("mrope_section", "mrope_interleaved"),  # dimensions of time, height and width, which are one number of a text
+)
 _OLD_NAMES = {"su": "longrope"}
 
 
