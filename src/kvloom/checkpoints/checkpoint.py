@@ -28,6 +28,7 @@ class Checkpoint:
     eos_ids: frozenset[int]
     bos_id: int | None
     embedding: Embedding
+    unread: tuple[str, ...] = ()  # names of tensors that nothing reads
     stamp: Stamp = field(default_factory=list)  # stamp of the files before they were opened
 
 
@@ -60,6 +61,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     spec = spec if has_head(name) else spec.without_head()
     layout = folder_layout(family, scheme)
     source = folder_file.SafetensorsSource(folder, file_shapes(layout, spec), family.names, scheme)
+    if spec.tie_embeddings and source.has_own_head():  # as transformers does since 5.23
+        spec = replace(spec, tie_embeddings=False)
+        source = folder_file.SafetensorsSource(folder, file_shapes(layout, spec), family.names, scheme)
     bos_id = config.get("bos_token_id")
     if name.endswith(CLASSIFIER) and spec.encoder is not None:
         embedding = encoder_classes(config, source, spec.hidden, family.name)
@@ -74,6 +78,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         folder_file.stop_ids(folder, config),
         bos_id if isinstance(bos_id, int) else None,
         embedding,
+        tuple(source.unread()),
     )
 
 
@@ -99,6 +104,7 @@ def _open_gguf(path: Path) -> Checkpoint:
             spec.hidden,
             dense_of_gguf(file, spec.hidden),
         ),
+        tuple(source.unread()),
     )
 
 

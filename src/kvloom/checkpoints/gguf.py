@@ -14,6 +14,7 @@ from kvloom.checkpoints.quantized.blocks import KINDS as BLOCK_KINDS
 from kvloom.checkpoints.quantized.blocks import form_of
 from kvloom.checkpoints.quantized.numbers import Bytes
 from kvloom.checkpoints.source import WIDE, RawTensor, as_rows, check_shape
+from kvloom.checkpoints.unread import is_harmless
 from kvloom.contract.errors import ModelError
 
 KINDS = (*WIDE, *BLOCK_KINDS)
@@ -166,6 +167,11 @@ class GgufSource:
 
     def names(self) -> list[str]:
         return list(self._shapes)
+
+    def unread(self) -> list[str]:
+        """See SafetensorsSource."""
+        read = {file_name(name, self._names) for name in self._shapes}
+        return [key for key in self._file.header.tensors if key not in read and not is_harmless(key)]
 
     def form(self, name: str) -> str:
         return form_of(self._file.kind(file_name(name, self._names)))

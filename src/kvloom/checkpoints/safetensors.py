@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvloom.checkpoints.files import read_object
 from kvloom.checkpoints.mapped import MappedFile
 from kvloom.checkpoints.quantized.numbers import Floats
@@ -11,6 +13,7 @@ from kvloom.checkpoints.quantized.packed import PackedMatrix, Part, check_sizes,
 from kvloom.checkpoints.quantized.scheme import Scheme
 from kvloom.checkpoints.source import RawTensor, Tensor, as_rows, check_shape, widen
 from kvloom.checkpoints.tensorfile import FLOATS, LENGTH_BYTES, Damaged, Entry, header_bytes, read_entries
+from kvloom.checkpoints.unread import is_harmless
 from kvloom.contract.errors import ModelError
 
 _PREFIX = "model."
@@ -58,6 +61,7 @@ LAYER_NAMES = {
 }
 _BYTES = ("_blocks", "_scales")  # tensors of MXFP4
 _INDEX = "model.safetensors.index.json"
+_PIECE_BYTES = 8 << 20
 _NO_NAMES: Mapping[str, str] = {}
 
 
@@ -98,6 +102,7 @@ class SafetensorsSource:
                 if key in self._tensors and not (folder / _INDEX).exists():  # nobody says which of them is meant
                     raise ModelError(f"{path}: tensor {key} is in {self._tensors[key][0].name} too")
                 self._tensors[key] = path, file, entry
+        self._read: set[str] = set()  # names in the files
         bare = file_name("embed", names).removeprefix(_PREFIX)
         self._prefix = next((prefix for prefix in _PREFIXES if prefix + bare in self._tensors), _PREFIX)
         kinds = {key: entry.kind for key, (_, _, entry) in self._tensors.items()}
@@ -117,12 +122,44 @@ class SafetensorsSource:
     def _key(self, name: str) -> str:
         """The tensor's name in these files."""
         key = file_name(name, self._names)
+        if name == "head" and key not in self._tensors:
+            key = self._prefix.removesuffix(_PREFIX) + key  # "language_model.lm_head.weight"
         return self._prefix + key.removeprefix(_PREFIX) if key.startswith(_PREFIX) else key
+
+    def has_own_head(self) -> bool:
+        """Whether the files hold a head whose values are not the embedding's."""
+        head, embed = (self._tensors.get(self._key(name)) for name in ("head", "embed"))
+        if head is None or embed is None:
+            return False
+        self._read.add(self._key("head"))
+        (_, of_head, one), (_, of_embed, other) = head, embed
+        if (one.kind, one.shape) != (other.kind, other.shape):
+            return True
+        starts = range(0, one.end - one.start, _PIECE_BYTES)
+        ends = (min(at + _PIECE_BYTES, one.end - one.start) for at in starts)
+        return not all(
+            np.array_equal(
+                of_head.part(one.start + at, one.start + end), of_embed.part(other.start + at, other.start + end)
+            )
+            for at, end in zip(starts, ends, strict=True)
+        )
+
+    def unread(self) -> list[str]:
+        """Names of the files' tensors that nothing has asked for, and that might change what is computed."""
+        return [
+            key for key in self._tensors if key not in self._read and not is_harmless(key) and not self._is_zero(key)
+        ]
+
+    def _is_zero(self, key: str) -> bool:
+        """Whether it is a bias that adds nothing, as GPTQ's tools write for every matrix."""
+        _, file, entry = self._tensors[key]
+        return key.endswith(".bias") and not file.part(entry.start, entry.end).any()
 
     def _check(self, key: str, shape: tuple[int, ...], kinds: tuple[str, ...]) -> None:
         """Raises ModelError when the files' tensor `key` is missing, or of another shape or type."""
         if key not in self._tensors:
             raise ModelError(f"{self._folder}: tensor {key} is missing")
+        self._read.add(key)
         path, _, entry = self._tensors[key]
         check_shape(key, entry.shape, shape, str(path))
         if entry.kind not in kinds:
@@ -148,6 +185,7 @@ class SafetensorsSource:
                 if want.is_optional:
                     continue
                 raise ModelError(f"{folder}: tensor {base}.{end} is missing")
+            self._read.add(key)
             path, file, entry = self._tensors[key]
             if entry.shape not in want.shapes:
                 check_shape(key, entry.shape, want.shapes[0], str(path))

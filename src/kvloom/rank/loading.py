@@ -11,6 +11,7 @@ from typing import Any, cast
 from kvloom.checkpoints import footprint
 from kvloom.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.unread import told
 from kvloom.contract.capacity import CacheShape, CapacityRequest, Machine, Pools, plan_pools
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError, OutOfMemory
@@ -44,6 +45,8 @@ def open_runner(
     max_seq_len = min(checkpoint.spec.max_seq_len, config.max_seq_len or checkpoint.spec.max_seq_len)
     spec = checkpoint.spec.served(max_seq_len)
     checkpoint = replace(checkpoint, spec=spec)
+    if checkpoint.unread and rank == 0:
+        log.warning("%s: has %s", checkpoint.path, told(checkpoint.unread))
     with explain_oom(config.model):
         opened = _open_kernels(config, checkpoint, max_seq_len, progress) if _kernels_fit(config) else None
         if opened is None:

@@ -175,6 +175,7 @@ def written(request, tmp_path_factory) -> tuple[Format, Any, Path]:
 def test_a_folder_gives_the_logits_of_its_dequantised_model(written):
     _, model, folder = written
     checkpoint = open_checkpoint(folder)
+    assert checkpoint.unread == ()
     with torch.no_grad():
         wanted = model(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(
