@@ -1,6 +1,7 @@
 """Packed weights kept between starts: which are kept, trusted and deleted, and what a faulty disk costs."""
 
 import errno
+import itertools
 import logging
 import os
 from pathlib import Path
@@ -70,6 +71,43 @@ def test_a_file_under_anothers_name_is_not_taken(store, caplog):
     (store.folder / other(1).file_name).rename(store.folder / KEY.file_name)
     assert store.open(KEY, SIZE) is None
     assert len(caplog.records) == 1
+
+
+def exchange(one: Path, two: Path) -> None:
+    """Gives each of two files the other's bytes."""
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+
+
+def test_two_good_files_that_were_exchanged_are_noticed(store, caplog):
+    names = []
+    for number in (1, 2):
+        store.keep(other(number), [memoryview(bytes([number]) * SIZE)], "")
+        names.append(store.folder / other(number).file_name)
+    exchange(*names)
+    assert [store.open(other(number), SIZE) for number in (1, 2)] == [None, None]
+    assert len(caplog.records) == 2
+
+
+def test_the_weights_of_one_behind_the_header_of_another_are_noticed(store, caplog):
+    paths = []
+    for number in (1, 2):
+        store.keep(other(number), [memoryview(bytes([number]) * SIZE)], "")
+        paths.append(store.folder / other(number).file_name)
+    one, two = (path.read_bytes() for path in paths)
+    paths[0].write_bytes(one[:DATA_OFFSET] + two[DATA_OFFSET:])
+    assert store.open(other(1), SIZE) is None
+    assert "holds other weights than it says; they are packed again" in caplog.text
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (4095, 4097), (70_000, 70_001, 400_000)])
+def test_every_cut_into_pieces_is_opened(store, cuts):
+    data = os.urandom(500_000)
+    ends = [0, *cuts, len(data)]
+    pieces = [memoryview(data)[begin:end] for begin, end in itertools.pairwise(ends)]
+    assert store.keep(KEY, pieces, "")
+    assert store.open(KEY, len(data))[:] == data
 
 
 def test_another_size_than_the_model_asks_for_is_not_taken(store):
@@ -282,6 +320,14 @@ def test_a_damaged_memory_is_read_anew(store, model, later, text):
     (stamp,) = (store.folder / "stamps").iterdir()
     stamp.write_text(text)
     assert store.fingerprint(model) == fingerprint(model)
+
+
+def test_the_memories_of_two_models_that_were_exchanged_are_noticed(store, model, later, tmp_path):
+    second = tmp_path / "second.gguf"
+    second.write_bytes(b"GGUF" * 1001)
+    wanted = [store.fingerprint(path) for path in (model, second)]
+    exchange(*(store.folder / "stamps").iterdir())
+    assert [store.fingerprint(path) for path in (model, second)] == wanted
 
 
 def test_a_memory_alone_leaves_the_folder_to_its_user(store, model, later):

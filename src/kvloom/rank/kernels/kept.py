@@ -8,6 +8,7 @@ pack again.
 import contextlib
 import errno
 import hashlib
+import itertools
 import logging
 import mmap
 import os
@@ -35,6 +36,8 @@ _HEADER_BYTES = 4096
 _PIECE_BYTES = 8 << 20
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _SUFFIX, _PART = ".packed", ".part"
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_STAMP_LETTERS = 129
 _STAMPS = "stamps"  # folder of small files: identity of a model's files -> fingerprint of their bytes
 _ABANDONED_S = 3600.0  # an older partial file was left by a process that has ended
 
@@ -59,6 +62,7 @@ class _Header(msgspec.Struct):
     key: Key
     num_bytes: int
     digest: str  # XXH3 of the data
+    sample: str  # XXH3 of a page here and there, which every opening looks at
     model: str  # the model's path when it was packed, for people
 
 
@@ -98,11 +102,20 @@ class KeptWeights:
         try:
             header = _header_of(fd)
             if header is None or header.key != key or header.num_bytes != num_bytes:
-                log.warning("%s: is damaged or not this user's own; the weights are packed again", key.file_name)
+                log.warning(
+                    "%s: is damaged, of other weights or not this user's own; the weights are packed again",
+                    key.file_name,
+                )
+                return None
+            pages = _mapped(fd, num_bytes)
+            with memoryview(pages) as whole:
+                sample = _sample_of([whole])
+            if sample != header.sample:
+                log.warning("%s: holds other weights than it says; they are packed again", key.file_name)
                 return None
             with contextlib.suppress(OSError):  # a folder that cannot be written to keeps no order of use
                 os.utime(fd)
-            return _mapped(fd, num_bytes)
+            return pages
         except OSError as error:
             log.warning("%s: cannot be mapped: %s", key.file_name, error.strerror or error)
             return None
@@ -132,17 +145,17 @@ class KeptWeights:
         if known is None:  # written just now: it may be written again within the same time stamp
             return fingerprint(model)
         stamp = self.folder / _STAMPS / known
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             self._check_owner()
-            text = stamp.read_text()
-            if len(text) == 64 and text.isalnum():
-                return text
+            found, proof = stamp.read_text()[:_STAMP_LETTERS].split()
+            if proof == _proof(known, found):
+                return found
         found = fingerprint(model)
         with contextlib.suppress(OSError):  # `keep` reports a folder that cannot be written to
             self._make_folder()
             stamp.parent.mkdir(mode=0o700, exist_ok=True)
             part = stamp.with_name(f"{stamp.name}.{os.getpid()}{_PART}")
-            part.write_text(found)
+            part.write_text(f"{found} {_proof(known, found)}")
             part.replace(stamp)
         return found
 
@@ -201,7 +214,7 @@ class KeptWeights:
             others.pop().path.unlink(missing_ok=True)
         kept = {key.weights, *(entry.key.weights for entry in others if entry.key is not None)}
         for stamp in self.folder.glob(f"{_STAMPS}/*"):
-            if stamp.read_text() not in kept:
+            if stamp.read_text().partition(" ")[0] not in kept:
                 stamp.unlink(missing_ok=True)
 
     def _parts(self, before_s: float) -> Iterator[Path]:
@@ -229,6 +242,24 @@ def kept_weights(environ: Mapping[str, str], given: str = "") -> KeptWeights | N
         raise BadRequest(SIZE_VARIABLE, f"must be a number of gigabytes above 0, got {text!r}")
     root = Path(os.path.expanduser(folder)) if folder else cache_folder(environ) / "packed"
     return KeptWeights(root, int(num_gb * 1e9))
+
+
+def _proof(known: str, found: str) -> str:
+    """Binds a remembered fingerprint to the identity of the files that have it: the memory of others has another."""
+    return hashlib.sha256(f"{known} {found}".encode()).hexdigest()
+
+
+def _sample_of(pieces: Sequence[memoryview]) -> str:
+    """XXH3 of _NUM_SAMPLES pages spread over all bytes of the pieces."""
+    ends = list(itertools.accumulate(len(piece) for piece in pieces))
+    hashed = xxhash.xxh3_128()
+    for index in range(_NUM_SAMPLES):
+        at = ends[-1] * index // _NUM_SAMPLES
+        for piece, end in zip(pieces, ends, strict=True):
+            first = end - len(piece)
+            if at < end and at + _SAMPLE_BYTES > first:
+                hashed.update(piece[max(at - first, 0) : at + _SAMPLE_BYTES - first])
+    return hashed.hexdigest()
 
 
 def _is_own(found: os.stat_result) -> bool:
@@ -281,7 +312,7 @@ def _write(path: Path, key: Key, pieces: Sequence[memoryview], model: str) -> No
             _write_all(file.fileno(), part)
             hashed.update(part)
         num_bytes = sum(len(piece) for piece in pieces)
-        text = msgspec.json.encode(_Header(key, num_bytes, hashed.hexdigest(), model[-1024:]))
+        text = msgspec.json.encode(_Header(key, num_bytes, hashed.hexdigest(), _sample_of(pieces), model[-1024:]))
         head = _MAGIC + len(text).to_bytes(4, "little") + text + hashlib.sha256(text).digest()
         os.fsync(file.fileno())
         os.pwrite(file.fileno(), head, 0)
