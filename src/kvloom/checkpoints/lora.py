@@ -127,7 +127,9 @@ class _Config:
         self._rank = _rank(config.get("r"), "r")
         self._alpha = _number(config.get("lora_alpha", 8), "lora_alpha")
         self._ranks, self._alphas = (_pattern(config, key) for key in ("rank_pattern", "alpha_pattern"))
-        self._uses_rslora = bool(config.get("use_rslora"))
+        self._uses_rslora = config.get("use_rslora") or False
+        if not isinstance(self._uses_rslora, bool):
+            raise _bad(f"use_rslora must be true or false, got {self._uses_rslora!r:.80}")
         targets = config.get("target_modules")
         self._targets = targets if isinstance(targets, list) else []
 

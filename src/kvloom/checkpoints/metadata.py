@@ -50,6 +50,7 @@ CONFIG_KEYS = {  # Hugging Face's names -> GGUF's, behind the architecture's nam
     "sliding_window": "attention.sliding_window",
     "sliding_window_pattern": "attention.sliding_window_pattern",
     "rotary_dim": "rope.dimension_count",
+    "is_causal": "attention.causal",
     "rope_local_base_freq": "rope.freq_base_swa",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",

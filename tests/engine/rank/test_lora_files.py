@@ -33,6 +33,7 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ({"lora_alpha": 10**399}, "lora_alpha must be a number, got 1000"),
         ({"alpha_pattern": {"q_proj": 10**399}}, "alpha_pattern must be a number, got 1000"),
         ({"bias": "x" * 100_000}, "bias is not supported, got 'xxx"),
+        ({"use_rslora": "false"}, "use_rslora must be true or false, got 'false'"),
         ({"lora_alpha": "x"}, "lora_alpha must be a number, got 'x'"),
         ({"bias": "all"}, "bias is not supported, got 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported, got ['lm_head']"),

@@ -81,6 +81,11 @@ def test_a_gguf_file_of_each_family_gives_the_logits_of_its_model(name, tmp_path
     torch.testing.assert_close(logits_of(path), wanted, atol=2e-4, rtol=1e-4)
 
 
+def test_a_file_says_that_its_tokens_see_those_behind_them(tmp_path):
+    path = write(tmp_path / "m.gguf", tiny_model("qwen3"), "qwen3", qwen3__attention__causal=False)
+    assert open_checkpoint(path).spec.sees_ahead
+
+
 def test_a_model_that_reads_pictures_too_is_opened_for_its_text(tmp_path):
     model = tiny_model("gemma3")
     folder = save(model, tmp_path, "1GB")
@@ -190,6 +195,16 @@ def test_settings_of_the_rotary_embedding_that_say_the_same_are_read(more, theta
             {"sliding_window": 9, "use_sliding_window": 1, "max_window_layers": "x"},
             "max_window_layers",
         ),
+        (
+            "LlamaForCausalLM",
+            {"tie_word_embeddings": "false"},
+            "tie_word_embeddings must be true or false, got 'false'",
+        ),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": "vision"}, "use_bidirectional_attention must be true or"),
+        ("Qwen2ForCausalLM", {"sliding_window": 9, "use_sliding_window": "no"}, "use_sliding_window must be true or"),
+        ("Qwen3ForCausalLM", {"is_causal": []}, r"is_causal must be true or false, got \[\]"),
+        ("LlamaForCausalLM", {"head_dim": 16.0}, "head_dim must be a positive whole number, got 16.0"),
+        ("LlamaForCausalLM", {"num_hidden_layers": "2"}, "num_hidden_layers must be a positive whole number, got '2'"),
         ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling must be positive"),
         ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": 3}}, "rope_parameters of full_attention must be"),
         (

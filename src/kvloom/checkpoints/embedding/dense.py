@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvloom.checkpoints.families.values import count, short
+from kvloom.checkpoints.families.values import count, flag, short
 from kvloom.checkpoints.fields import unknown_field
 from kvloom.checkpoints.files import read_object
 from kvloom.checkpoints.gguf import GgufFile
@@ -71,7 +71,7 @@ def dense_of_folder(folder: Path, num_in: int) -> Dense:
         known = ", ".join(ACTIVATIONS)
         raise ModelError(f"{folder}: activation_function {activation!r:.80} is not supported; supported are {known}")
     tensors = SafetensorsSource(folder, {})
-    bias = tensors.floats("linear.bias", (num_out,)) if config.get("bias", True) else None
+    bias = tensors.floats("linear.bias", (num_out,)) if flag(config, "bias", default=True) else None
     weight, adds_input = tensors.floats("linear.weight", (num_out, num_in)), config.get("use_residual") is True
     is_projected = adds_input and num_in != num_out
     residual = tensors.floats("residual.weight", (num_out, num_in)) if is_projected else None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloom.checkpoints.embedding.dense import PLAIN, Dense, dense_of_folder
-from kvloom.checkpoints.families.values import short
+from kvloom.checkpoints.families.values import flag, short
 from kvloom.checkpoints.fields import NO_VALUES, unknown_field
 from kvloom.checkpoints.files import read_json, read_object
 from kvloom.checkpoints.quantized.numbers import Floats
@@ -85,12 +85,12 @@ def _pooling(folder: Path, paths: Mapping[str, str], otherwise: str) -> list[str
     if "Pooling" not in paths and not path.exists():
         return [otherwise]
     config = _check(path, (*_OF_POOLING, "word_embedding_dimension"))
-    named = config.get("pooling_mode") or [mode for mode in _ORDER if config.get(_PREFIX + mode)]
+    named = config.get("pooling_mode") or [mode for mode in _ORDER if flag(config, _PREFIX + mode)]
     named = [named] if isinstance(named, str) else named
     if not isinstance(named, list) or not all(isinstance(mode, str) for mode in named):
         raise ModelError(f"{path}: pooling_mode must be a name or a list of names, got {short(named)}")
     modes = [_KEYS.get(str(mode), str(mode)) for mode in named] or ["mean"]
-    return [*modes, "tokens behind the prompt alone"] if config.get("include_prompt") is False else modes
+    return [*modes, "tokens behind the prompt alone"] if not flag(config, "include_prompt", default=True) else modes
 
 
 def _of_texts(folder: Path) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvloom.checkpoints.families.spec import Experts
-from kvloom.checkpoints.families.values import count, short
+from kvloom.checkpoints.families.values import count, flag, short
 from kvloom.contract.errors import ModelError
 
 Stacking = Literal["", "parts", "gate_up", "interleaved"]  # of experts in files, see experts.py
@@ -35,7 +35,7 @@ def experts_of(config: Mapping[str, Any], mixture: Mixture, num_layers: int) -> 
         raise ModelError(f"configuration: {key} is {number} in each of {num_layers} layers, more than {MOST_EXPERTS}")
     if per_token > number:
         raise ModelError(f"configuration: num_experts_per_tok is {per_token}, more than the {number} of {key}")
-    weighs = bool(config.get("norm_topk_prob")) if mixture.weighs_chosen is None else mixture.weighs_chosen
+    weighs = flag(config, "norm_topk_prob") if mixture.weighs_chosen is None else mixture.weighs_chosen
     size = count(config, "intermediate_size") if config.get("moe_intermediate_size") is None else 0
     return Experts(
         number,

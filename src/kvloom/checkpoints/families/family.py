@@ -7,7 +7,7 @@ from typing import Any, Literal
 from kvloom.checkpoints.families.expert_layers import Mixture, Stacking, experts_of, sparse_layers
 from kvloom.checkpoints.families.positions import layers_of, sees_ahead
 from kvloom.checkpoints.families.spec import DecoderSpec
-from kvloom.checkpoints.families.values import count, positive
+from kvloom.checkpoints.families.values import count, flag, positive
 from kvloom.contract.errors import ModelError
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {  # by the names of configurations
@@ -65,7 +65,7 @@ class Family:
             raise ModelError(f"head_dim {head_dim} is odd; rotary embedding pairs dimensions")
         if config.get("clip_qkv") is not None:
             raise ModelError(f"configuration: clip_qkv is not supported, got {config['clip_qkv']!r:.80}")
-        if config.get("mlp_bias") or (config.get("attention_bias") and not self.qkv_bias):
+        if flag(config, "mlp_bias") or (flag(config, "attention_bias") and not self.qkv_bias):
             raise ModelError(f"{self.name} with attention_bias or mlp_bias is not supported")
         layers = layers_of(config, head_dim, max_seq_len)
         experts = experts_of(config, self.mixture, len(layers)) if self.mixture else None
@@ -82,7 +82,7 @@ class Family:
             max_seq_len=max_seq_len,
             layers=tuple(replace(layer, has_experts=own) for layer, own in zip(layers, sparse, strict=True)),
             norm_eps=positive(config, "rms_norm_eps", 1e-6),
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)) and not ahead,
+            tie_embeddings=flag(config, "tie_word_embeddings") and not ahead,
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
             norms=self.norms,

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvloom.checkpoints.families.rope import ROPE_FIELDS, build_rope
 from kvloom.checkpoints.families.spec import Layer, Rope
-from kvloom.checkpoints.families.values import count, positive, short
+from kvloom.checkpoints.families.values import count, flag, positive, short
 from kvloom.checkpoints.fields import unknown_field
 from kvloom.contract.errors import ModelError
 
@@ -14,7 +14,7 @@ LOCAL, FULL = "sliding_attention", "full_attention"
 
 def sees_ahead(config: Mapping[str, Any]) -> bool:
     """Whether tokens attend to later ones."""
-    return bool(config.get("use_bidirectional_attention")) or config.get("is_causal") is False
+    return flag(config, "use_bidirectional_attention") or not flag(config, "is_causal", default=True)
 
 
 def layers_of(config: Mapping[str, Any], head_dim: int, max_seq_len: int) -> tuple[Layer, ...]:
@@ -38,10 +38,10 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
     """Tokens that a query of each layer attends to, itself included; None = all."""
     if config.get("sliding_window") is None:
         return [None] * num_layers
-    if config.get("window_needs_switch") and not config.get("use_sliding_window"):
+    if config.get("window_needs_switch") and not flag(config, "use_sliding_window"):
         return [None] * num_layers
     window = count(config, "sliding_window")
-    if config.get("use_bidirectional_attention"):  # Gemma 3's: on both sides together, plus the token itself
+    if flag(config, "use_bidirectional_attention"):  # Gemma 3's: on both sides together, plus the token itself
         window = window // 2 + 1
     elif sees_ahead(config):
         raise ModelError("configuration: is_causal false with a sliding_window is not supported")

@@ -42,6 +42,15 @@ def positive(config: Mapping[str, Any], key: str, default: float) -> float:
     return number
 
 
+def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """true or false, also as 1 or 0; `default` if it is missing or null. Raises ModelError: "false" would be true."""
+    value = config.get(key)
+    value = default if value is None else value
+    if value not in (True, False):
+        raise ModelError(f"configuration: {key} must be true or false, got {short(value)}")
+    return bool(value)
+
+
 def short(value: object) -> str:
     """The value for a message, shortened: integers may have thousands of digits."""
     try:

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvloom.checkpoints.families.family import Family
 from kvloom.checkpoints.families.spec import DecoderSpec, Encoder, Layer
-from kvloom.checkpoints.families.values import count, positive, short
+from kvloom.checkpoints.families.values import count, flag, positive, short
 from kvloom.contract.errors import ModelError
 
 _LAYER = {
@@ -44,7 +44,7 @@ class EncoderFamily(Family):
         for key, known in (("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
             if config.get(key) not in (None, known):
                 raise ModelError(f"{key} {short(config[key])} is not supported by {self.name}; supported is {known}")
-        if config.get("is_decoder") or config.get("add_cross_attention"):
+        if flag(config, "is_decoder") or flag(config, "add_cross_attention"):
             raise ModelError(f"{self.name} as a decoder is not supported")
         num_positions, first = count(config, "max_position_embeddings", 512), self._first_position(config)
         if num_positions <= first:
