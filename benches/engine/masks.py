@@ -67,7 +67,7 @@ def main() -> None:
     args = parser.parse_args()
     model = args.model or pull("smollm2")
     tokenizer = load_tokenizer(model)
-    executor = open_ranks(EngineConfig(model=str(model), backend="cpu", num_blocks=256), list)
+    executor = open_ranks(EngineConfig(model=str(model), backend="cpu", weight_format="stored", num_blocks=256), list)
     kinds = {"plain": "", "structured": json_grammar(SCHEMA, "schema")}
     steps_s(executor, tokenizer, args.plain, args.joining, "")
     first_s = max(steps_s(executor, tokenizer, args.plain, args.joining, kinds["structured"])[:2])

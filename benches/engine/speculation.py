@@ -57,7 +57,8 @@ def main() -> None:
     args = parser.parse_args()
     model = args.model or pull("smollm2")
     tokenizer = load_tokenizer(model)
-    runner = open_runner(EngineConfig(model=str(model), backend="cpu", num_blocks=64), [], lambda done, total: None)
+    config = EngineConfig(model=str(model), backend="cpu", weight_format="stored", num_blocks=64)
+    runner = open_runner(config, [], lambda done, total: None)
     for name, text in TEXTS.items():
         rates: dict[int, list[float]] = {0: [], args.tokens: []}
         answers, share = set(), 0.0

@@ -90,7 +90,9 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?", help="a folder or .gguf file; the demo model by default")
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
-    config = EngineConfig(model=str(args.model or pull("smollm2")), kv_cache_bytes=1 << 29, max_batch=32)
+    config = EngineConfig(
+        model=str(args.model or pull("smollm2")), weight_format="stored", kv_cache_bytes=1 << 29, max_batch=32
+    )
     runner = open_runner(config, [2], lambda done, total: None)
     lib = runner._backend._lib  # this bench has to look inside
     lib.kvl_step, lib.kvl_step_again = Timed(lib.kvl_step), Timed(lib.kvl_step_again)

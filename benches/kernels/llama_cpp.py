@@ -83,7 +83,7 @@ def main() -> None:
     args = parser.parse_args()
     checkpoint = open_checkpoint(args.file)
     spec = checkpoint.spec.served(CONTEXT)
-    form = footprint.weight_format(EngineConfig(model=args.file), spec, checkpoint.weights.form)
+    form = footprint.weight_format(EngineConfig(model=args.file, weight_format="stored"), spec, checkpoint.weights.form)
     backend = CpuBackend(spec, checkpoint.weights, NUM_BLOCKS, CpuOptions(form))
     rounds = [(ours(backend, args.steps), theirs(args.binaries, args.file, args.steps)) for _ in range(args.rounds)]
     common = {"bench": "llama_cpp", "file": Path(args.file).name, "isa": backend.isa}

@@ -86,6 +86,7 @@ def main() -> None:
         targets = {}
         for name, gap_ms in gaps.items():
             flags = ["--port", str(PORTS[name]), "--served-model-name", "m", "--max-gap-ms", gap_ms]
+            flags += ["--weight-format", "stored"]
             server = stack.enter_context(
                 ServerProcess([sys.executable, "-m", "kvloom.cli", "serve", options.model, *flags])
             )

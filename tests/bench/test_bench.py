@@ -178,7 +178,7 @@ def test_the_memory_of_children_is_counted():
         (["--concurrency", "0"], "concurrency: 0 is below 1"),
         (["--output-len", "0"], "output_len: 0 is below 1"),
         (["--token-ids", "9,5"], "token_ids: 9,5 is no range LOW,HIGH with 0 <= LOW < HIGH"),
-        (["--weight-format", "w2"], "weight_format: 'w2' is none of auto, w8a8, w4a8, bf16"),
+        (["--weight-format", "w2"], "weight_format: 'w2' is none of auto, stored, w8a8, w4a8, bf16"),
         (["--level", "none"], "level: 'none' is none of all, server, kernels"),
         (["--url", "http://127.0.0.1:1", "--level", "all"], "level: a server at --url has its own kernels"),
         (["--url", "http://127.0.0.1:1"], "url: http://127.0.0.1:1 does not list its models"),

@@ -123,7 +123,10 @@ def test_a_missing_file_is_told():
         (FleetArgs(backend="fake", max_batch=5001), "^args.maxBatch: must be between 1 and 5000, got 5001$"),
         (FleetArgs(backend="mocck"), "^args.backend: must name a back end that is installed .default, auto, cpu"),
         (FleetArgs(backend="fake", name="a b"), "^args.name: must be 1 to 256 letters, digits, "),
-        (FleetArgs(backend="fake", weight_format="w2a2"), '^args.weightFormat: must be one of "auto", "w8a8", '),
+        (
+            FleetArgs(backend="fake", weight_format="w2a2"),
+            '^args.weightFormat: must be one of "auto", "stored", "w8a8", ',
+        ),
     ],
 )
 def test_what_a_fleet_cannot_do_is_refused_before_ray_is_started(args, problem):

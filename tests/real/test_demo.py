@@ -36,8 +36,9 @@ def test_each_way_to_run_it_says_that_paris_is_the_capital(smollm2_path, options
         assert_continues_with_paris(server, smollm2_path.stem)
 
 
-def test_a_newcomers_first_question_gets_a_sensible_answer(smollm2_path):
-    with serve() as server:  # without a model's name, as `make serve` does
+@pytest.mark.parametrize("named", [(), ("smollm2",)])
+def test_a_newcomers_first_question_gets_a_sensible_answer(smollm2_path, named):
+    with serve(*named) as server:  # `make serve` names no model
         assert_continues_with_paris(server, "smollm2")
         body = {"model": "smollm2", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
         answer = httpx.post(server.url + "/v1/chat/completions", json=body | {"temperature": 0}, timeout=120).json()

@@ -48,7 +48,7 @@ def bench(
     output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128,
     level: Annotated[str | None, typer.Option(help="all, server or kernels; with --url server, else all.")] = None,
     token_ids: Annotated[str, typer.Option(help="LOW,HIGH: prompts are drawn from these ids.")] = "1000,40000",
-    weight_format: Annotated[str | None, typer.Option(help="auto, w8a8, w4a8 or bf16; not with --url.")] = None,
+    weight_format: Annotated[str | None, typer.Option(help="auto, stored, w8a8, w4a8 or bf16; not with --url.")] = None,
     seed: Annotated[str | None, typer.Option(help="Same seed, same prompts; else prompts no cache has seen.")] = None,
     api_key: Annotated[str, typer.Option(help="API key, when the server asks for one.")] = "",
     save_json: Annotated[Path | None, typer.Option(help="Append one JSON line a point here.")] = None,

@@ -8,11 +8,12 @@ import math
 from collections.abc import Callable
 
 from kvloom.checkpoints.families.spec import DecoderSpec
-from kvloom.checkpoints.quantized.forms import FORM_BITS
+from kvloom.checkpoints.quantized.forms import BY_CHANNEL, FORM_BITS
 from kvloom.contract.config import EngineConfig
 
 FormOf = Callable[[str], str]  # a tensor's name -> its form (numbers.FORM_BITS), "" when it is not quantised
 STORED = "stored"  # the weight format that keeps quantised tensors unchanged
+SMALL_WEIGHTS = 200_000_000  # of a model that takes at most 400 MB in bfloat16
 UNQUANTISED_FORM = "int8"  # of all other matrices
 _PACKED_BYTES = {"w8a8": 1 + 2 / 64, "w4a8": 0.5 + 4 / 32, "bf16": 2.0}  # of a packed weight, scales included
 _EMBED_BYTES = 2  # bfloat16
@@ -21,12 +22,19 @@ _SCALE_BYTES = {"cpu": 2, "reference": 4}  # of an int8 key or value
 
 
 def weight_format(config: EngineConfig, spec: DecoderSpec, form_of: FormOf) -> str:
-    """Weight format of the cpu backend: with "auto" a quantised file keeps its own, and any other gets 8 bits."""
-    if config.weight_format != "auto":
+    """Weight format of the cpu backend.
+
+    With "auto" a model of fewer than SMALL_WEIGHTS gets bfloat16, unless its file asks for activations in 8 bits, which
+    tip the answers of so small a model (decision 049). With "stored", and with "auto" for larger models, a quantised
+    file keeps its own format, and any other gets 8 bits.
+    """
+    if config.weight_format not in ("auto", STORED):
         return config.weight_format
-    if config.dtype == "bfloat16":
+    forms = {form_of(name) for name in spec.tensor_shapes()} - {""}
+    is_small = num_weights(spec) < SMALL_WEIGHTS and BY_CHANNEL not in forms
+    if config.dtype == "bfloat16" or (is_small and config.weight_format == "auto"):
         return "bf16"
-    return STORED if any(form_of(name) for name in spec.tensor_shapes()) else "w8a8"
+    return STORED if forms else "w8a8"
 
 
 def kv_dtype(config: EngineConfig, backend: str) -> str:
@@ -50,14 +58,14 @@ def kv_token_bytes(config: EngineConfig, backend: str, spec: DecoderSpec) -> int
 def weight_bytes(config: EngineConfig, backend: str, spec: DecoderSpec, form_of: FormOf) -> int:
     """Bytes of all weights once they are loaded."""
     if backend == "reference":
-        return _num_weights(spec) * _ITEM_BYTES.get(config.dtype, 4)
+        return num_weights(spec) * _ITEM_BYTES.get(config.dtype, 4)
     kept = weight_format(config, spec, form_of)
     table = spec.vocab_size * spec.hidden
     if kept == STORED:
         shapes = {name: math.prod(shape) for name, shape in spec.tensor_shapes().items() if len(shape) > 1}
         bits = sum(size * FORM_BITS[form_of(name) or UNQUANTISED_FORM] for name, size in shapes.items())
         return int(bits / 8) + (0 if form_of("embed") else _unquantised_table(spec))
-    packed = _num_weights(spec) - (0 if spec.tie_embeddings else table)  # the head is packed, the embedding is not
+    packed = num_weights(spec) - (0 if spec.tie_embeddings else table)  # the head is packed, the embedding is not
     return int(packed * _PACKED_BYTES[kept]) + table * _EMBED_BYTES
 
 
@@ -67,5 +75,6 @@ def _unquantised_table(spec: DecoderSpec) -> int:
     return int(spec.vocab_size * spec.hidden * (_EMBED_BYTES - form_bytes))
 
 
-def _num_weights(spec: DecoderSpec) -> int:
+def num_weights(spec: DecoderSpec) -> int:
+    """How many numbers all tensors of a model have."""
     return sum(math.prod(shape) for shape in spec.tensor_shapes().values())

@@ -19,7 +19,7 @@ BACKEND_NAMES = {  # as options and files give them
 }
 POLICIES = (0, 1, 3)
 DTYPES = ("auto", "float32", "bfloat16")
-WEIGHT_FORMATS = ("auto", "w8a8", "w4a8", "bf16")
+WEIGHT_FORMATS = ("auto", "stored", "w8a8", "w4a8", "bf16")
 KV_DTYPES = ("auto", "bf16", "int8")
 MAX_BATCH, STEP_TOKENS = 64, 512  # where they are not given
 MAX_CRASH_PATIENCE_S = 86_400
@@ -112,7 +112,7 @@ class EngineConfig:
     backend: str = "auto"  # auto = cpu if its library is available, else reference; or a plug-in's name
     device: str = "cpu"
     dtype: str = "auto"  # float32 is computed by the reference backend
-    weight_format: str = "auto"  # of the cpu backend; auto = a quantised file's own form, else w8a8 (footprint.py)
+    weight_format: str = "auto"  # of the cpu backend; auto: footprint.weight_format
     weight_cache: str = ""  # folder where packed weights are kept, "off"; "" = as the environment says (kept.py)
     kv_dtype: str = (
         "auto"  # of keys and values; auto = bf16 (reference backend: dtype). int8 = one scale for each token and head

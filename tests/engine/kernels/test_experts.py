@@ -125,7 +125,7 @@ def test_packed_experts_are_kept_like_any_other_weights(tmp_path):
 def test_what_they_take_is_foretold_and_what_a_token_reads_is_told(kinds):
     weights = weights_of(kinds)
     backend = backend_of(weights)
-    want = footprint.weight_bytes(EngineConfig(model="m"), "cpu", SPARSE, weights.form)
+    want = footprint.weight_bytes(EngineConfig(model="m", weight_format="stored"), "cpu", SPARSE, weights.form)
     assert backend.weight_bytes == pytest.approx(want, rel=0.03)
     one = len(SPARSE.layers) * sum(
         np.prod(shape) * footprint.FORM_BITS[weights.form(f"layers.0.experts.0.{part}")] / 8

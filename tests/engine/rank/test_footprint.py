@@ -1,5 +1,7 @@
 """The estimate of a model's memory from its shape, against what the backends allocate."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvloom.checkpoints import footprint
@@ -47,29 +49,39 @@ def test_what_auto_means_is_what_is_opened(folder):
 def test_a_quantised_file_takes_what_its_forms_take(own):
     weights = mixed_weights(**own)
     backend = CpuBackend(MIXED, weights, 4, CpuOptions("stored"))
-    assert footprint.weight_format(EngineConfig(model="m"), MIXED, weights.form) == "stored"
-    assert backend.weight_bytes == pytest.approx(
-        footprint.weight_bytes(EngineConfig(model="m"), "cpu", MIXED, weights.form), rel=0.03
-    )
+    config = EngineConfig(model="m", weight_format="stored")
+    assert backend.weight_bytes == pytest.approx(footprint.weight_bytes(config, "cpu", MIXED, weights.form), rel=0.03)
 
 
 @pytest.mark.parametrize(
     ("fields", "kind", "wanted"),
     [
-        ({}, "q4_k", "stored"),
-        ({}, "", "w8a8"),
+        ({}, "q4_k", "bf16"),
+        ({}, "", "bf16"),
+        ({}, "int8_channel", "stored"),
+        ({"weight_format": "stored"}, "q4_k", "stored"),
+        ({"weight_format": "stored"}, "", "w8a8"),
         ({"dtype": "bfloat16"}, "q4_k", "bf16"),
         ({"weight_format": "w8a8"}, "q4_k", "w8a8"),
         ({"weight_format": "w4a8"}, "", "w4a8"),
     ],
 )
-def test_auto_keeps_what_a_file_has_and_rounds_the_rest_to_8_bits(fields, kind, wanted):
-    assert footprint.weight_format(EngineConfig(model="m", **fields), MIXED, lambda name: form_of(kind)) == wanted
+def test_a_small_model_is_held_in_bfloat16_unless_something_else_is_asked_for(fields, kind, wanted):
+    """So small a model's answers are tipped by activations in 8 bits, whichever way it was named."""
+    form = kind if kind == "int8_channel" else form_of(kind)
+    assert footprint.weight_format(EngineConfig(model="m", **fields), MIXED, lambda name: form) == wanted
 
 
-def test_a_quantised_file_is_kept_as_it_is_by_default(tmp_path):
+@pytest.mark.parametrize(("kind", "wanted"), [("q4_k", "stored"), ("", "w8a8")])
+def test_a_larger_model_keeps_what_its_file_has_and_rounds_the_rest_to_8_bits(kind, wanted):
+    large = replace(MIXED, vocab_size=footprint.SMALL_WEIGHTS // MIXED.hidden)
+    assert footprint.weight_format(EngineConfig(model="m"), large, lambda name: form_of(kind)) == wanted
+
+
+def test_a_quantised_file_is_kept_as_it_is_on_request(tmp_path):
     path = write(tmp_path / "m.gguf", tiny_model("llama", head_dim=32), "llama", quantised="Q4_0")
-    info = open_runner(EngineConfig(model=str(path), num_blocks=8), [], lambda done, total: None).info
+    stored = EngineConfig(model=str(path), num_blocks=8, weight_format="stored")
+    info = open_runner(stored, [], lambda done, total: None).info
     assert info.held_as == "as the file has them (16 in 4 bits)"
     rounded = EngineConfig(model=str(path), num_blocks=8, weight_format="w8a8")
     assert open_runner(rounded, [], lambda done, total: None).info.held_as == "in 8 bits"

@@ -6,13 +6,14 @@
 #   int8, int8_min      0 .. 255 for -128 .. 127, without and with minimums
 #   int8_channel        as int8, one float32 scale a channel (not counted); activations have one a token
 #   iq4, fp4            numbers of IQ4_NL's and of E2M1's table, the latter doubled
+BY_CHANNEL = "int8_channel"
 FORM_BITS = {
     "int4": 5.0,
     "int5": 6.0,
     "int6": 7.0,
     "int8": 8.5,
     "int8_min": 9.0,
-    "int8_channel": 8.0,
+    BY_CHANNEL: 8.0,
     "iq4": 4.5,
     "fp4": 4.5,
 }

@@ -53,7 +53,7 @@ def probe(files: ModelFiles, backend: str = "auto") -> Found:
     except ModelError as error:
         raise Refused(Code.INVAL, f"{files.path}: {error}") from None
     backend = "reference" if backend == "reference" else "cpu"
-    taken = EngineConfig(model=files.path, backend=backend)
+    taken = EngineConfig(model=files.path, backend=backend, weight_format=footprint.STORED)
     return Found(
         key,
         files.path,

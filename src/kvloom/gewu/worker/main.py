@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 
+from kvloom.checkpoints.footprint import STORED
 from kvloom.children import end_with_parent
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError, ServingError
@@ -190,6 +191,7 @@ def _sizes(setup: Open) -> tuple[EngineConfig, int]:
     config = EngineConfig(
         model="" if setup.backend == "fake" else setup.model,
         backend=setup.backend,
+        weight_format=STORED,  # a device's memory is short
         max_batch=_MAX_BATCH,
         max_tokens_per_step=_STEP_TOKENS,
     )

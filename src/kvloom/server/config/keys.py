@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvloom.contract.config import MAX_COUNT, MAX_CRASH_PATIENCE_S, MAX_GAP_S
+from kvloom.contract.config import MAX_COUNT, MAX_CRASH_PATIENCE_S, MAX_GAP_S, WEIGHT_FORMATS
 from kvloom.server.config.backends import check_backend
 from kvloom.server.config.key import Key, check_devices, check_gap, needed
 from kvloom.server.config.plugin_options import PLUGIN_KEYS
@@ -144,7 +144,7 @@ _MODEL: dict[str, Key] = {
         setting="backend_type", check_more=check_backend,
     ),
     "kvCacheDtype": Key(str, "of the KV cache", choices=("auto", "bf16", "int8"), setting="kv_dtype"),
-    "weightFormat": Key(str, "of the CPU kernels", choices=("auto", "w8a8", "w4a8", "bf16"), setting="weight_format"),
+    "weightFormat": Key(str, "of the CPU kernels", choices=WEIGHT_FORMATS, setting="weight_format"),
     "weightCache": Key(str, 'folder that packed weights are kept in, or "off"', setting="weight_cache"),
     "deviceType": Key(
         str, "what computes; cuda and npu take the torch backend", choices=("cpu", "cuda", "npu"), setting="device"

@@ -21,7 +21,6 @@ from kvloom.server.run.main import serve
 log = logging.getLogger(__name__)
 
 DEMO_MODEL = "smollm2"
-DEMO_FORMAT = "bf16"  # so small a model answers simple questions better in this format (decision 049)
 
 
 def read_settings(config: Path | None, environment: Mapping[str, str]) -> Settings:
@@ -66,7 +65,7 @@ def resolve_model(model: dict[str, Any], may_fetch: bool = True) -> None:
         model.update(backend="fake", model="")
         return
     if not model.get("model"):
-        take_demo(model)
+        model["model"] = DEMO_MODEL
     name = model["model"]
     if name in MODELS:
         model.setdefault("name", name)
@@ -77,13 +76,6 @@ def resolve_model(model: dict[str, Any], may_fetch: bool = True) -> None:
     path = fetch(name) if name in MODELS and may_fetch else find_weights(find_model(name))
     check_files(path)
     model.update(model=str(path), torch_dtype=_dtype_of(path), prompts=prompts_of(path))
-
-
-def take_demo(model: dict[str, Any]) -> None:
-    """Settings where no model is named: the demo model, in DEMO_FORMAT unless the kernels are asked otherwise."""
-    model["model"] = DEMO_MODEL
-    if model.get("backend", "auto") in ("auto", "cpu") and not any(model.get(key) for key in ("device", "dtype")):
-        model.setdefault("weight_format", DEMO_FORMAT)
 
 
 def check_files(path: Path) -> None:
