@@ -11,6 +11,7 @@ from functools import partial
 from importlib import import_module
 
 import httpx
+import msgspec
 import pytest
 import uvicorn
 from starlette.types import ASGIApp
@@ -18,12 +19,14 @@ from starlette.types import ASGIApp
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import Batch
 from kvloom.contract.request import SamplingParams
+from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.executor import InProcessExecutor, RankDied
 from kvloom.engine.thread import EngineThread
 from kvloom.net.listening import listen
 from kvloom.net.sites import Policy
 from kvloom.rank.fake import ByteTokenizer, FakeRunner, fake_answer
+from kvloom.rank.grammar.guides import Guides
 from kvloom.server.config.settings import ServerConfig
 from kvloom.server.dialects.operators.status import Control
 from kvloom.server.http.app import AppSettings, make_app
@@ -127,7 +130,7 @@ def fake_server(
     has_eos: bool = True,
     keys: Sequence[str] = (),
     tracer: Tracer | None = None,
-    tokenizer: ByteTokenizer | None = None,
+    tokenizer: Tokenizer | None = None,
     max_seq_len: int = 2048,
     policy: Policy | None = None,
     card: Mapping[str, object] | None = None,
@@ -186,13 +189,22 @@ def greedy_answer(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
     return fake_answer(prompt_ids, SamplingParams(temperature=0), 0, num_tokens)
 
 
-def _engine(config: EngineConfig, shape: EngineConfig, tokenizer: ByteTokenizer) -> EngineThread:
+def _engine(config: EngineConfig, shape: EngineConfig, tokenizer: Tokenizer) -> EngineThread:
     """`shape`: of the fake model; vLLM only uses its length."""
     if OVER_VLLM:
         lend = import_module("tests.support.vllm.hosts").vllm_engine
         return EngineThread(*lend(replace(config, max_seq_len=shape.max_seq_len), tokenizer))
-    executor = FakeExecutor(partial(FakeRunner, shape))
+    executor = FakeExecutor(partial(_runner, shape, tokenizer))
     return EngineThread(Engine(config, executor, tokenizer), executor)
+
+
+def _runner(shape: EngineConfig, tokenizer: Tokenizer) -> FakeRunner:
+    """The fake model over a tokenizer: it writes the ids of its own letters, unless a grammar says otherwise."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return FakeRunner(shape)
+    runner = FakeRunner(shape, guides=Guides(lambda: tokenizer, tokenizer.vocab_size))
+    runner.info = msgspec.structs.replace(runner.info, vocab_size=tokenizer.vocab_size)
+    return runner
 
 
 def _server(app: ASGIApp, tls: ServerContext | None) -> PromptServer:

@@ -2,7 +2,7 @@
 engine/text/tokenizer.py.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Protocol
 
 
@@ -43,11 +43,19 @@ class Tokenizer(Protocol):
     def least_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens, found without tokenising; 0 where none is guaranteed."""
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+    def encode_inside(self, text: str, is_plain: bool = True) -> list[int]:
+        """Token ids of a text that continues another one: nothing is put before it, not even the space with which some
+        tokenizers begin a text. With `is_plain` no special token is read from it.
+        """
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
 
+    def prompt_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes that each token contributes to a prompt's text, without what the tokenizer puts around a text."""
+
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token contributes to the text; of a special token its literal text."""
+        """The bytes that a token contributes to a text behind others; of a special token its literal text."""
 
     def token_text(self, token_id: int) -> str:
         """The token as the vocabulary spells it; "" for an id outside of it."""

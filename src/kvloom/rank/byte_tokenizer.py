@@ -22,6 +22,9 @@ class ByteTokenizer:
         ids = self.encode(first)
         return ids + self.encode(second), len(ids)
 
+    def encode_inside(self, text: str, is_plain: bool = True) -> list[int]:
+        return self.encode(text)
+
     def encode_marked(
         self, text: str, marks: Mapping[str, str], add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
@@ -35,6 +38,9 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         skipped = (BOS_ID, EOS_ID) if skip_special_tokens else ()
         return b"".join(self.token_bytes(i) for i in ids if i not in skipped).decode("utf-8", errors="replace")
+
+    def prompt_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        return [self.token_bytes(id) for id in ids]
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b"<bos>" if token_id == BOS_ID else b"<eos>"

@@ -1,5 +1,6 @@
 """Texts to token ids, with a bounded length, and special tokens only where they are meant."""
 
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 
 from kvloom.engine.text.pieces import is_divisible, pieces, spec
 
@@ -15,6 +16,7 @@ from kvloom.engine.text.pieces import is_divisible, pieces, spec
 # (U+0390; tests/engine/text/test_encoding.py checks all characters)
 _NFC_SHRINKS = 4
 _SPACE = "▁"
+Steps = tuple[Any, Any]  # normalizer and pre-tokenizer of the `tokenizers` library, either of which may be None
 MAX_WHOLE_CHARS = 1 << 15  # characters; a shorter text is not cut into pieces
 
 
@@ -53,6 +55,16 @@ class Encoder:
         with self._lock:
             return self._encode(_clean(text), add_special_tokens, max_tokens)
 
+    def ends(self) -> tuple[list[int], list[int]]:
+        """The tokens that the tokenizer puts before and behind each text."""
+        with self._lock:
+            return self._ends
+
+    def encode_inside(self, text: str, is_plain: bool) -> list[int]:
+        """See Tokenizer."""
+        with self._lock, self._reading(is_plain, self._inside):
+            return self._ids_of(_clean(text), False)
+
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """See Tokenizer."""
         with self._lock:
@@ -75,7 +87,7 @@ class Encoder:
             for part, special in self._parts(clean):
                 plain = part.translate(table)
                 if plain:
-                    with self._plain(is_first=not ids):
+                    with self._reading(True, self._later if ids else self._whole):
                         ids += self._encode(plain, False, None if max_tokens is None else max_tokens - len(ids))
                 ids += special
                 if max_tokens is not None and len(ids) > max_tokens:
@@ -102,13 +114,17 @@ class Encoder:
         return ids
 
     def _with_ends(self, ids: list[int]) -> list[int]:
-        """`ids` between the tokens that the tokenizer puts around each text."""
+        before, after = self._ends
+        return [*before, *ids, *after]
+
+    @cached_property
+    def _ends(self) -> tuple[list[int], list[int]]:
         bare = self._fast.encode("a", add_special_tokens=False).ids
         whole = self._fast.encode("a", add_special_tokens=True).ids
         for at in range(len(whole) - len(bare) + 1):
             if whole[at : at + len(bare)] == bare:
-                return [*whole[:at], *ids, *whole[at + len(bare) :]]
-        return ids
+                return whole[:at], whole[at + len(bare) :]
+        return [], []
 
     def _parts(self, text: str) -> Iterator[tuple[str, list[int]]]:
         """Pairs of a text and the special token behind it."""
@@ -120,20 +136,68 @@ class Encoder:
                 end = stop
         yield text[end:], []
 
-    @contextmanager
-    def _plain(self, is_first: bool) -> Iterator[None]:
-        """An encoder that reads special tokens as text, and adds no prefix space unless `is_first`."""
-        splitter = self._fast.pre_tokenizer
+    @cached_property
+    def _whole(self) -> Steps:
+        return self._fast.normalizer, self._fast.pre_tokenizer
+
+    @cached_property
+    def _later(self) -> Steps:
+        """For the part of a text behind a special token."""
+        normalizer, splitter = self._whole
         is_prefixed = isinstance(splitter, pre_tokenizers.Metaspace) and splitter.prepend_scheme == "first"
-        self._fast.encode_special_tokens = True
-        if is_prefixed and not is_first:
-            self._fast.pre_tokenizer = pre_tokenizers.Metaspace(splitter.replacement, "never", splitter.split)
+        return normalizer, _unprefixed(splitter) if is_prefixed else splitter
+
+    @cached_property
+    def _inside(self) -> Steps:
+        """For a piece of a text that does not begin it: no space is put before it."""
+        normalizer, splitter = self._whole
+        return _unprefixed(normalizer), _unprefixed(splitter)
+
+    @contextmanager
+    def _reading(self, is_plain: bool, steps: Steps) -> Iterator[None]:
+        """An encoder with other first steps; if `is_plain` it reads special tokens as text."""
+        whole = self._whole
+        self._fast.encode_special_tokens = is_plain
+        if steps != whole:
+            self._fast.normalizer, self._fast.pre_tokenizer = steps
         try:
             yield
         finally:
             self._fast.encode_special_tokens = False
-            if is_prefixed and not is_first:
-                self._fast.pre_tokenizer = splitter
+            if steps != whole:
+                self._fast.normalizer, self._fast.pre_tokenizer = whole
+
+
+def _unprefixed(step: Any) -> Any:
+    """A normalizer or pre-tokenizer without what puts a space before a text."""
+    told = spec(step)
+    changed = _without_prefix(told)
+    if changed == told:
+        return step
+    if changed is None:
+        return None
+    if "normalizers" in changed:
+        new: Any = normalizers.Sequence([])
+    elif "pretokenizers" in changed:
+        new = pre_tokenizers.Sequence([])
+    else:
+        new = type(step)()
+    new.__setstate__(json.dumps(changed).encode())
+    return new
+
+
+def _without_prefix(told: Any) -> Any:
+    """The same of a step's specification; None if nothing is left of it."""
+    if not told:
+        return told
+    for key in ("normalizers", "pretokenizers"):
+        if key in told:
+            return told | {key: [part for part in map(_without_prefix, told[key]) if part]}
+    if told["type"] == "Prepend":
+        return None
+    if told["type"] == "Metaspace":
+        return told | {"prepend_scheme": "never"}
+    return told | ({"add_prefix_space": False} if "add_prefix_space" in told else {})
 
 
 def _clean(text: str) -> str:

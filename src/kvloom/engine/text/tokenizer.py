@@ -1,9 +1,7 @@
 """Text <-> token ids, and chat templates."""
 
-import functools
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,11 @@ from kvloom.checkpoints.metadata import read_metadata
 from kvloom.contract.config import MAX_COUNT
 from kvloom.contract.errors import ModelError
 from kvloom.engine.text.chat_template import ChatTemplates
-from kvloom.engine.text.encoding import Encoder, byte_alphabet
+from kvloom.engine.text.encoding import Encoder
 from kvloom.engine.text.gguf_tokenizer import build_fast_tokenizer
+from kvloom.engine.text.spelling import Spelling, is_byte_level, joined
 
-_KEPT_BYTES = 8192  # tokens whose bytes are cached: most of what a model writes
 _MAX_ID = 1 << 22  # the largest vocabularies have a million tokens; the library makes a list of all ids between two
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +43,14 @@ class Tokenizer:
         """vocab_size: above the largest id; None = the number of tokens, where no id is left out."""
         self._fast, self._encoder = fast, Encoder(fast, is_byte_level)
         self._special = special
-        self._added = {i: token.content for i, token in fast.get_added_tokens_decoder().items()}
+        self._spelling = Spelling(fast, is_byte_level)
         self._is_byte_level = is_byte_level
         self._templates = templates
-        self._bytes_of = functools.lru_cache(_KEPT_BYTES)(self._spelt)
         self.eos_ids, self.bos_id = special.eos_ids, special.bos_id
         self.vocab_size: int = vocab_size or fast.get_vocab_size(with_added_tokens=True)
-        self.special_texts = frozenset(self._added[i] for i in special.all_ids if i in self._added)
+        self.special_texts = frozenset(
+            token.content for i, token in fast.get_added_tokens_decoder().items() if i in special.all_ids
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tokenizer, (self._fast, self._special, self._is_byte_level, self._templates, self.vocab_size)
@@ -81,29 +79,31 @@ class Tokenizer:
         """A lower bound of the number of tokens, found without tokenising; 0 where the tokenizer guarantees none."""
         return self._encoder.least_tokens(text)
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+    def encode_inside(self, text: str, is_plain: bool = True) -> list[int]:
+        """Ids of a text that continues another one: nothing is put before it. Special tokens are text if `is_plain`."""
+        return self._encoder.encode_inside(text, is_plain)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are dropped."""
-        text: str = self._fast.decode(
-            [i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=skip_special_tokens
-        )
-        return text
+        skipped = self._special.all_ids if skip_special_tokens else frozenset()
+        return joined(self._spelling.begin([i for i in ids if 0 <= i < self.vocab_size and i not in skipped]))
+
+    def prompt_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """What each token contributes to the text of the prompt `ids`; the tokens and the space that the tokenizer puts
+        around every text contribute nothing.
+        """
+        before, after = self._encoder.ends()
+        start = len(before) if list(ids[: len(before)]) == before else 0
+        end = len(ids) - (len(after) if after and list(ids[-len(after) :]) == after else 0)
+        return [b""] * start + self._spelling.begin(ids[start:end]) + [b""] * (len(ids) - max(start, end))
 
     def token_text(self, token_id: int) -> str:
         """The token as the vocabulary spells it; "" for an id outside of it."""
         return self._fast.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token contributes to the text; a special token's literal text."""
-        return self._bytes_of(token_id)
-
-    def _spelt(self, token_id: int) -> bytes:
-        if token_id in self._added:
-            return self._added[token_id].encode()
-        text = self.token_text(token_id)
-        if self._is_byte_level:
-            return b"".join(bytes([_BYTE_OF[c]]) if c in _BYTE_OF else c.encode() for c in text)
-        match = BYTE_TOKEN.match(text)
-        return bytes([int(match[1], 16)]) if match else text.replace("▁", " ").encode()
+        """The bytes that the token contributes to the text behind others; a special token's literal text."""
+        return self._spelling.bytes_of(token_id)
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is a special one."""
@@ -171,7 +171,7 @@ def _load_folder(folder: Path) -> Tokenizer:
     return Tokenizer(
         fast,
         SpecialTokens(_special_ids(fast), frozenset(id for id in ids if id is not None), fast.token_to_id(bos)),
-        is_byte_level="ByteLevel" in repr(fast.decoder),
+        is_byte_level=is_byte_level(fast.decoder),
         templates=ChatTemplates(
             _folder_templates(folder, config), {"bos_token": bos, "eos_token": _content(config.get("eos_token"))}
         ),
@@ -210,6 +210,3 @@ def _content(token: Any) -> str:
 def _json(path: Path) -> dict[str, Any]:
     value = read_json(path) if path.exists() else {}
     return value if isinstance(value, dict) else {}
-
-
-_BYTE_OF = {text: byte for byte, text in byte_alphabet().items()}

@@ -9,8 +9,9 @@ import importlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +23,10 @@ from kvloom.rank.grammar.reasoning import EndMark, Guide, Mask, ReasoningGuide
 if TYPE_CHECKING:
     import llguidance
 
-    Reading = tuple[llguidance.LLMatcher, list[int]]  # a parsed grammar, and the tokens that end an answer
+    # a parsed grammar, the tokens that end an answer, and the number of the model's tokens
+    Reading = tuple[llguidance.LLMatcher, list[int], int]
 
+_STUCK = "the answer's grammar cannot be followed any further"
 _STEP_S = 0.01  # seconds that a step waits for masks
 
 
@@ -84,7 +87,8 @@ class Guides:
     def _grammar(self, grammar: str) -> "GrammarGuide":
         def match() -> "Reading":
             tokenizer = self._open()
-            return _llguidance().LLMatcher(tokenizer, grammar, log_level=0), list(tokenizer.eos_tokens)
+            matcher = _llguidance().LLMatcher(tokenizer, grammar, log_level=0)
+            return matcher, list(tokenizer.eos_tokens), self._spell().vocab_size
 
         return GrammarGuide(match, self._num_logits, self._pool, self._due, self._patience)
 
@@ -97,7 +101,7 @@ class Guides:
         if text not in self._marks:
             spelling = self._spell()
             tokens = [spelling.token_bytes(i) for i in range(min(spelling.vocab_size, self._num_logits))]
-            ids = spelling.encode(text, add_special_tokens=False)
+            ids = spelling.encode_inside(text, is_plain=False)
             self._marks[text] = EndMark(text, ids, tokens, sorted(spelling.eos_ids), self._num_logits)
         return self._marks[text]
 
@@ -119,10 +123,11 @@ class GrammarGuide:
         due: "set[GrammarGuide]",
         patience: Patience,
     ) -> None:
-        """`match` parses the grammar, on the pool's thread, and returns it with the tokens that end an answer."""
+        """`match` parses the grammar, on the pool's thread."""
         self._num_logits, self._pool, self._due, self._patience = num_logits, pool, due, patience
         self._matcher: llguidance.LLMatcher
         self._eos_ids: list[int]
+        self._num_tokens: int
         self._problem = ""  # the parser's error, once it has given up
         self._taken: deque[int] = deque()  # chosen tokens that the matcher has not read yet
         self._next: Future[Mask] | None = pool.submit(self._begin, match)
@@ -162,7 +167,7 @@ class GrammarGuide:
         return False
 
     def _begin(self, match: "Callable[[], Reading]") -> Mask:
-        self._matcher, self._eos_ids = match()
+        self._matcher, self._eos_ids, self._num_tokens = match()
         return self._compute()
 
     def _compute(self) -> Mask:
@@ -175,16 +180,21 @@ class GrammarGuide:
             packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             bits = np.unpackbits(packed, bitorder="little", count=self._num_logits)  # missing bytes are zeros
             mask = bits.view(np.bool_)
+            mask[self._num_tokens :] = False
+            if not mask.any():
+                self._problem = f"{_STUCK}: no token of the model spells what must come next"
         if self._matcher.is_error():
             told = self._matcher.get_error().partition("<state>")[0]  # the answer's tokens come behind it
-            self._problem = f"the answer's grammar cannot be followed any further: {' '.join(told.split())}"
+            self._problem = f"{_STUCK}: {' '.join(told.split())}"
         if not mask.any():
             mask[list(self._eos_ids)] = True
         return mask
 
 
 class _Wrapped:
-    """A tokenizer with the interface that llguidance expects."""
+    """A tokenizer with the interface that llguidance expects. It spells every byte: those without a token of their own
+    get one behind the model's, which no mask allows.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -193,11 +203,35 @@ class _Wrapped:
         self.bos_token_id = None
         self.tokens = [tokenizer.token_bytes(i) for i in ids]
         self.special_token_ids = [i for i in ids if tokenizer.is_special(i)]
+        plain = set(self.tokens).difference(self.tokens[i] for i in self.special_token_ids)
+        self.tokens += [byte for byte in map(bytes, zip(range(256))) if byte not in plain]
 
     def __call__(self, text: str) -> list[int]:
+        """Ids of a piece of an answer: their bytes are the text's, which a tokenizer that changes texts (normalises
+        them, reads U+2581 as a space) does not give.
+        """
         if not isinstance(text, str):
             raise TypeError("this tokenizer takes text")
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        ids, data = self._tokenizer.encode_inside(text), text.encode()
+        return ids if b"".join(self.tokens[i] for i in ids) == data else list(self._longest(data))
+
+    def _longest(self, data: bytes) -> Iterator[int]:
+        """The ids of `data`, of all tokens that it may begin with the longest one each time."""
+        at = 0
+        while at < len(data):
+            ends = range(min(len(data), at + self._most_bytes), at, -1)
+            end = next(end for end in ends if data[at:end] in self._ids)
+            yield self._ids[data[at:end]]
+            at = end
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {token: i for i, token in enumerate(self.tokens) if token and i not in special}
+
+    @cached_property
+    def _most_bytes(self) -> int:
+        return max(map(len, self._ids))
 
 
 def _ll_tokenizer(tokenizer: Tokenizer) -> "llguidance.LLTokenizer":

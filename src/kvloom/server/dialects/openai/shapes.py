@@ -1,6 +1,7 @@
 """OpenAI answers: the structs that become JSON, and the pieces both kinds of completion share."""
 
 from codecs import getincrementaldecoder
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -104,14 +105,14 @@ class TextLogprobs:
     special token that the text leaves out takes none. A token's `top_logprobs` hold itself too.
     """
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int, skips_special: bool = True, num_prompt: int = 0) -> None:
-        """`num_top`: likeliest tokens that are shown. `num_prompt`: tokens of an echoed prompt, of whose text nothing
-        is left out.
-        """
+    def __init__(
+        self, tokenizer: Tokenizer, num_top: int, skips_special: bool = True, prompt_ids: Sequence[int] = ()
+    ) -> None:
+        """`num_top`: likeliest tokens that are shown. `prompt_ids`: of an echoed prompt, with whose text it begins."""
         self._num_top = num_top
         self._tokenizer = tokenizer
         self._bytes_of = text_bytes(tokenizer, skips_special)
-        self._num_prompt = num_prompt  # that are still to come
+        self._prompt = deque(tokenizer.prompt_bytes(prompt_ids))  # of the tokens that are still to come
         self._offset = 0
         self._characters = getincrementaldecoder("utf-8")(errors="replace")
 
@@ -120,9 +121,8 @@ class TextLogprobs:
         offsets = []
         for token_id, _ in values:
             offsets.append(self._offset)
-            bytes_of = self._tokenizer.token_bytes if self._num_prompt > 0 else self._bytes_of
-            self._num_prompt -= 1
-            self._offset += len(self._characters.decode(bytes_of(token_id)))
+            data = self._prompt.popleft() if self._prompt else self._bytes_of(token_id)
+            self._offset += len(self._characters.decode(data))
         return {
             "text_offset": offsets,
             "tokens": [token_text(self._tokenizer, token_id) for token_id, _ in values],

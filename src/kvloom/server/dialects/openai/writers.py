@@ -270,11 +270,11 @@ class TextWriter(_CompletionWriter[TextChunkChoice]):
 
     def _format(self, prompt_ids: tuple[int, ...]) -> TextLogprobs:
         """Of a choice of this prompt."""
-        num_prompt = len(prompt_ids) if self._body.echo else 0
+        echoed = prompt_ids if self._body.echo else ()
         return TextLogprobs(
-            self.tokenizer, self._body.logprobs or 0, self.generation.params.skip_special_tokens, num_prompt
+            self.tokenizer, self._body.logprobs or 0, self.generation.params.skip_special_tokens, echoed
         )
 
 
 def _text_of(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:
-    return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", errors="replace")
+    return b"".join(tokenizer.prompt_bytes(ids)).decode("utf-8", errors="replace")
