@@ -155,11 +155,14 @@ def test_a_refusal_without_a_message_says_what_there_is(status: int, body: str, 
     assert str(failed.value) == words
 
 
-@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "what://127.0.0.1:9"])
-def test_a_proxy_that_cannot_be_used_is_one_sentence(proxy: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("ALL_PROXY", proxy)
-    with pytest.raises(ChatFailed, match="the environment's proxy"):
-        cli.chat(model="m")
+@pytest.mark.parametrize("proxy", ["http://127.0.0.1:9", "socks5://127.0.0.1:9", "what://127.0.0.1:9"])
+def test_a_proxy_of_the_environment_is_not_asked(server: FakeServer, proxy: str, monkeypatch: pytest.MonkeyPatch):
+    for name in ("http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, proxy)
+    found: list[str] = []
+    monkeypatch.setattr(cli, "run", lambda chat, console: found.extend(chat.ask("hi")))
+    cli.chat(url=server.url)
+    assert found
 
 
 @pytest.mark.parametrize("key", ["ключ", "a\nb", "\ud800"])

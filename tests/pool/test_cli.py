@@ -39,7 +39,8 @@ def test_doctor_names_what_is_missing(tmp_path):
     assert (answer.exit_code, "MISS" in answer.output) == (0, False)
 
 
-def test_status_shows_the_pools():
+def test_status_shows_the_pools(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which is not asked
     kv = new_kv()
     with running_agent(http=("127.0.0.1", 0)) as agent, session(agent.config.socket, kv) as cc:
         cc.save(slots_of(0), [1], [4])

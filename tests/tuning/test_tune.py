@@ -16,6 +16,7 @@ from kvloom.contract.errors import BadRequest
 from kvloom.server.run.config_cli import starting_point
 from kvloom.server.run.engine_settings import read_engine_config
 from kvloom.tuning import sweep
+from kvloom.tuning.figures import figures
 from kvloom.tuning.report import config_text, plot_html, table_text
 from kvloom.tuning.steptime import StepTimes
 from kvloom.tuning.sweep import CONFIG, PLOT, STATE, TABLE, Aim, State, tune
@@ -151,6 +152,46 @@ def test_an_interrupted_run_goes_on_with_what_it_has(tmp_path, monkeypatch):
     assert "measuring step times" not in shown
     assert "maxBatchSize 1" not in shown
     assert "maxBatchSize 4" in shown
+
+
+def slow(monkeypatch, answered) -> list[tuple[int, float]]:
+    """The engine answers nothing within `max_s` seconds unless `answered(max_batch, max_s)`. Returns the runs."""
+    runs: list[tuple[int, float]] = []
+    real_drive = sweep.drive
+
+    def driven(config, *args, max_s, **kwargs):
+        runs.append((config.max_batch, max_s))
+        run = real_drive(config, *args, max_s=20.0, **kwargs)
+        return run if answered(config.max_batch, max_s) else replace(run, figures=figures(run.times[:0], 1.0))
+
+    monkeypatch.setattr(sweep, "drive", driven)
+    return runs
+
+
+def test_a_point_without_an_answer_is_measured_longer(tmp_path, monkeypatch):
+    """It was taken for 0 ms a token, the best of all."""
+    runs = slow(monkeypatch, lambda batch, max_s: max_s > 20 * batch)
+    found = tune(FAKE, replace(AIM, most=2), tmp_path)
+    assert runs == [(1, 20.0), (1, 80.0), (2, 20.0), (2, 80.0)]
+    assert all(point.lpot_ms > 0 for point in found.points)
+
+
+def test_a_batch_that_never_answers_is_left_out(tmp_path, monkeypatch):
+    runs = slow(monkeypatch, lambda batch, max_s: batch < 4)
+    found = tune(FAKE, replace(AIM, most=8, limit_ms=1000.0), tmp_path)
+    assert [point.max_batch for point in found.points] == [1, 2]
+    assert runs[-3:] == [(4, 20.0), (4, 80.0), (4, 320.0)]
+
+
+def test_a_model_that_never_answers_is_one_sentence(tmp_path, monkeypatch):
+    slow(monkeypatch, lambda batch, max_s: False)
+    with pytest.raises(BadRequest, match="point_s: is too short: no answer came in 320 s"):
+        tune(FAKE, AIM, tmp_path)
+
+
+def test_the_configuration_has_the_name_that_was_asked_for(tmp_path):
+    tune(FAKE, replace(AIM, name="smollm2"), tmp_path)
+    assert '"modelName": "smollm2"' in (tmp_path / CONFIG).read_text()
 
 
 def test_no_larger_batches_are_timed_than_are_to_be_tried(tmp_path):

@@ -29,11 +29,10 @@ def chat(
     """Chat in the terminal with a running server."""
     headers = authorization(api_key)
     try:
-        made = httpx.Client(base_url=without_version(url), headers=headers, timeout=httpx.Timeout(10.0, read=None))
+        timeout = httpx.Timeout(10.0, read=None)  # no proxy of the environment: the address is a given one
+        made = httpx.Client(base_url=without_version(url), headers=headers, timeout=timeout, trust_env=False)
         made.base_url.raw_host.decode("ascii").encode("idna")  # as the system's look-up will want it
     except (httpx.InvalidURL, UnicodeError) as error:
         raise ChatFailed(f"--url {url!r} is no URL: {error}") from None
-    except (ValueError, ImportError) as error:  # httpx has no class for these
-        raise ChatFailed(f"the environment's proxy (HTTP_PROXY, ALL_PROXY, ...) cannot be used: {error}") from None
     with made as client:
         run(Chat(client, model or first_model(client), temperature), console)

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvloom.checkpoints.demo_models import find_model
+from kvloom.checkpoints.demo_models import MODELS, find_model
 from kvloom.commands import finite
 from kvloom.contract.config import MAX_GAP_S, EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.server.config.backends import named_backend
-from kvloom.server.run.engine_settings import read_engine_config
+from kvloom.server.run.engine_settings import read_model_card
 from kvloom.server.run.launch import DEMO_MODEL
 from kvloom.tuning import options
 from kvloom.tuning.dataset import MAX_ROW_TOKENS, RowRules, convert, read_rows, read_texts, write_rows
@@ -139,17 +139,24 @@ def _print_simulated(found: Simulated, wall_s: float, as_json: bool) -> None:
 
 def _engine_config(config: Path | None, model: str | None, backend: str | None) -> EngineConfig:
     """The engine of a config.json, else of the options. Raises BadRequest for options that would have no effect."""
+    return _asked(config, model, backend)[0]
+
+
+def _asked(config: Path | None, model: str | None, backend: str | None) -> tuple[EngineConfig, str]:
+    """`_engine_config`, and the name by which the model was asked for; "" = by its path."""
     if config is not None:
         for name, value in (("--model", model), ("--backend", backend)):
             if value is not None:
                 raise BadRequest(name, f"has no effect beside --config, which names it in {config}")
-        return read_engine_config(config)
+        card = read_model_card(config)
+        return card.engine, card.name
     opened = named_backend(backend or "auto")
     if opened == "fake":
         if model is not None:
             raise BadRequest("--model", "has no effect with --backend mock, which has no weights")
-        return EngineConfig(backend=opened)
-    return EngineConfig(model=str(find_model(model or DEMO_MODEL)), backend=opened)
+        return EngineConfig(backend=opened), ""
+    name = model or DEMO_MODEL
+    return EngineConfig(model=str(find_model(name)), backend=opened), name if name in MODELS else ""
 
 
 def _bar() -> Progress:
@@ -183,7 +190,9 @@ def tune(
     """Measure machine and model, sweep maxBatchSize, and write a config.json with the reason for each value."""
     prompts = read_rows(data) if data else []
     average = sum(map(len, prompts)) / len(prompts) if prompts else float(input_len)
-    aim = Aim(Workload(average, min(output_len, max_output), max_output), lpot, most, point_s, prompts, max_gap)
+    workload = Workload(average, min(output_len, max_output), max_output)
+    engine, name = _asked(config, model, backend)
+    aim = Aim(workload, lpot, most, point_s, prompts, max_gap, name)
     with _bar() as bar:
         tasks: dict[str, Any] = {}
 
@@ -192,7 +201,7 @@ def tune(
                 tasks[what] = bar.add_task(what)
             bar.update(tasks[what], description=what, completed=done, total=total)
 
-        tuned = run_tuning(_engine_config(config, model, backend), aim, output, show)
+        tuned = run_tuning(engine, aim, output, show)
     _print_tuned(tuned, output)
 
 

@@ -23,6 +23,7 @@ from kvloom.tuning.tune import Point, Proposal, Workload, choose, largest_batch,
 
 _ROUNDS = 3  # a run has this many times maxBatchSize requests
 _MIN_REQUESTS = 8
+_LONGER = (1, 4, 16)  # times the seconds that a run may take: what gave no answer is measured longer
 STATE, CONFIG, TABLE, PLOT = "state.json", "config.json", "table.md", "plot.html"
 
 Progress = Callable[[str, int, int], object]  # name of the phase, amount done, total
@@ -51,6 +52,12 @@ class Aim:
     point_s: float  # seconds that one run may take
     prompts: Sequence[Sequence[int]] = ()
     max_gap_ms: float | None = None  # longest time between two tokens; None = the shortest that costs little
+    name: str = ""  # modelName of the configuration; "" = the model's file
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of each answer."""
+        return max(1, round(self.workload.average_output))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,15 @@ def tune(config: EngineConfig, aim: Aim, folder: Path, progress: Progress = lamb
     most, _ = largest_batch(state.times, aim.workload)
     most = min(most, aim.most or most)
     while (batch := next_batch(state.points, most, aim.limit_ms)) is not None:
-        state.points.append(run_point(config, aim, state.times, batch, progress))
+        point = run_point(config, aim, state.times, batch, progress)
+        if point is None:  # larger ones would take longer still
+            most = max((each.max_batch for each in state.points), default=0)
+            if not most:
+                raise BadRequest("point_s", f"is too short: no answer came in {_LONGER[-1] * aim.point_s:g} s")
+            if batch < most:
+                break
+            continue
+        state.points.append(point)
         _save(state, folder / STATE)
     tuned = _conclude(state, aim, config)
     write(tuned, aim, config, folder)
@@ -110,18 +125,23 @@ def _conclude(state: State, aim: Aim, config: EngineConfig) -> Tuned:
     return Tuned(chosen, state.points, proposals, is_within)
 
 
-def run_point(config: EngineConfig, aim: Aim, times: StepTimes, batch: int, progress: Progress) -> Point:
-    """Measure one point of the sweep, with all settings that depend on maxBatchSize."""
+def run_point(config: EngineConfig, aim: Aim, times: StepTimes, batch: int, progress: Progress) -> Point | None:
+    """Measure one point of the sweep, with all settings that depend on maxBatchSize; longer where no answer came in
+    its time, and None where none came then either.
+    """
     num_requests = max(_MIN_REQUESTS, _ROUNDS * batch)
     what = f"maxBatchSize {batch}"
-    found = drive(
-        _tried(config, aim, times, batch),
-        _prompts(aim, times, num_requests),
-        max_output=max(1, round(aim.workload.average_output)),
-        progress=lambda done, tokens: progress(what, done, num_requests),
-        max_s=aim.point_s,
-    ).figures
-    return Point(batch, found.lpot_ms.mean, found.generate_speed, found.first_token_ms.mean, found.num_requests)
+    for longer in _LONGER:
+        found = drive(
+            _tried(config, aim, times, batch),
+            _prompts(aim, times, num_requests),
+            max_output=aim.num_output,
+            progress=lambda done, tokens: progress(what, done, num_requests),
+            max_s=longer * aim.point_s,
+        ).figures
+        if found.lpot_ms.most > 0 or (aim.num_output == 1 and found.num_requests > found.num_failed):
+            return Point(batch, found.lpot_ms.mean, found.generate_speed, found.first_token_ms.mean, found.num_requests)
+    return None
 
 
 def _tried(config: EngineConfig, aim: Aim, times: StepTimes, batch: int) -> EngineConfig:
@@ -147,9 +167,9 @@ def _prompts(aim: Aim, times: StepTimes, count: int) -> list[Sequence[int]]:
 def write(tuned: Tuned, aim: Aim, config: EngineConfig, folder: Path) -> None:
     """Write config.json, the table and the plot; the configuration is read back as a check."""
     stem = re.sub(r"[^A-Za-z0-9_.:-]", "-", Path(config.model).stem).lstrip(".:-")  # characters that modelName allows
-    name = stem or "mock"
+    name = aim.name or stem or "mock"
     model = [
-        Proposal("modelName", name, "the model's file"),
+        Proposal("modelName", name, "as asked for" if aim.name else "the model's file"),
         Proposal("modelInstanceType", "Standard" if config.model else "StandardMock", "as measured"),
         Proposal("modelWeightPath", str(Path(config.model).resolve()) if config.model else "", "as measured"),
     ]

@@ -81,7 +81,8 @@ def complaint(url: str, caplog: pytest.LogCaptureFixture) -> str:
     return text.partition("answer: ")[2]
 
 
-def test_a_node_shows_its_token_and_takes_its_orders():
+def test_a_node_shows_its_token_and_takes_its_orders(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which would see the token
     with Answers() as server, linked(f"http://127.0.0.1:{server.port}/pool/") as (node, control):
         assert control.beat()
         assert node.pool("t").usage()["quota_bytes"] == 1 << 20

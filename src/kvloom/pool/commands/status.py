@@ -29,7 +29,9 @@ def status(
     if http:
         try:
             parse_address(http)
-            body["stats"] = httpx.get(f"http://{http}/stats", timeout=_PROBE_S).raise_for_status().json()
+            body["stats"] = (
+                httpx.get(f"http://{http}/stats", timeout=_PROBE_S, trust_env=False).raise_for_status().json()
+            )
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             body["stats_error"] = f"{http} gives none: {one_line(error)}"
     if as_json:

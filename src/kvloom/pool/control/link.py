@@ -56,7 +56,8 @@ class ControlLink:
         self._complaint = ""
         self._refused: list[TenantLimits] = []
         self._stop = threading.Event()
-        self._client = httpx.Client(timeout=_TIMEOUT_S, verify=ssl.create_default_context())  # the system's authorities
+        # the system's authorities, and no proxy: it would see the token
+        self._client = httpx.Client(timeout=_TIMEOUT_S, verify=ssl.create_default_context(), trust_env=False)
         self._thread = threading.Thread(target=self._run, name="ems-control", daemon=True)
 
     def start(self) -> None:

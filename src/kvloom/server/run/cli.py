@@ -40,9 +40,7 @@ def serve(
     quantization: Annotated[str | None, typer.Option(help="vLLM: how the weights are quantised.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="vLLM: longest prompt and answer together.")] = None,
     vllm: Annotated[list[str] | None, typer.Option(help="Any argument of vLLM, KEY=VALUE; may be repeated.")] = None,
-    weight_format: Annotated[
-        str | None, typer.Option(help="auto, stored (the file's own), w8a8, w4a8 or bf16.")
-    ] = None,
+    weight_format: Annotated[str | None, typer.Option(help="auto, stored, w8a8, w4a8 or bf16.")] = None,
     weight_cache: Annotated[str | None, typer.Option(help="Folder that packed weights are kept in, or off.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Of keys and values: auto, bf16 or int8.")] = None,
     speculate: Annotated[int | None, typer.Option(help="Tokens guessed ahead by prompt lookup; 0 is off.")] = None,

@@ -7,12 +7,18 @@ from pathlib import Path
 from kvloom.contract.config import EngineConfig
 from kvloom.server.observe.logs import start_logging
 from kvloom.server.run.launch import notes_of, read_settings, resolve_models
+from kvloom.server.serving.card import ModelCard
 
 log = logging.getLogger(__name__)
 
 
 def read_engine_config(path: Path, logs: bool = False) -> EngineConfig:
-    """The EngineConfig of the file's first model, overridden by the environment, with the model's path resolved.
+    """The EngineConfig of read_model_card."""
+    return read_model_card(path, logs).engine
+
+
+def read_model_card(path: Path, logs: bool = False) -> ModelCard:
+    """The file's first model, overridden by the environment, with the model's path resolved.
 
     Raises ServingError. With `logs` this process's log is opened, in the files that configuration and environment name.
     """
@@ -24,4 +30,4 @@ def read_engine_config(path: Path, logs: bool = False) -> EngineConfig:
         start_logging(config.log)
         for note in notes_of(settings, os.environ):
             log.warning("%s", note)
-    return config.models[0].engine
+    return config.models[0]
