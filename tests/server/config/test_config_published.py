@@ -3,7 +3,6 @@ start.
 """
 
 import json
-import os
 import re
 import socket
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from kvloom.contract.errors import BadRequest, UserError
-from kvloom.server.config.devices import device_settings, share_of
 from kvloom.server.config.reading import Mistakes
 from kvloom.server.config.settings import Settings, load_settings
 from kvloom.server.run.launch import read_settings
@@ -194,21 +192,16 @@ def test_what_is_always_on_may_be_asked_for(tmp_path, plugins, tp):
     assert load_settings(write(tmp_path, document))["models"][0]["world_size"] == 1
 
 
-def test_devices_of_a_cpu_are_shares_of_its_cores():
-    assert [share_of(range(8), device, 3) for device in range(3)] == [(0, 1), (2, 3, 4), (5, 6, 7)]
-    assert device_settings([[0]], 0, "cpu") == {}
-    assert device_settings([[2, 0]], 0, "cuda") == {"device_ids": (2, 0)}
-    with pytest.raises(BadRequest, match=r"npuDeviceIds: names device 1023; the CPU's \d+ cores make"):
-        device_settings([[1023]], 0, "cpu")
+@pytest.mark.parametrize(("number", "notes"), [(1, 0), (2, 1), (10, 1)])
+def test_pipelines_are_one_and_a_file_that_wants_more_is_told_so(tmp_path, number, notes):
+    path = write(tmp_path, changed(SEED_LAYOUT, "WorkFlowParam.TemplateParam.pipelineNumber", number))
+    told = [note for note in load_settings(path)["notes"] if "WorkFlowParam.TemplateParam.pipelineNumber" in note]
+    assert len(told) == notes
 
 
-def test_each_model_has_the_devices_of_its_list():
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        pytest.skip("one core cannot be shared")
-    half = len(cores) // 2
-    shares = [device_settings([[0], [1]], index, "cpu")["rank_cores"] for index in (0, 1)]
-    assert shares == [(tuple(cores[:half]),), (tuple(cores[half:]),)]
+def test_a_mock_needs_no_path_and_may_have_an_empty_one(tmp_path):
+    document = changed(SEED_LAYOUT, "ModelDeployParam.ModelParam.modelInstanceType", "StandardMock")
+    load_settings(write(tmp_path, changed(document, "ModelDeployParam.ModelParam.modelWeightPath", "")))
 
 
 def test_all_mistakes_of_a_file_are_told_in_one_run(tmp_path):
@@ -251,7 +244,11 @@ def test_all_mistakes_of_a_file_are_told_in_one_run(tmp_path):
         ("ModelDeployParam.npuDeviceIds", [], "must be a list of lists of device numbers"),
         ("ModelDeployParam.npuDeviceIds", [[0, 0]], "must name each device of a model once, got [0, 0]"),
         ("ModelDeployParam.npuDeviceIds", [[0], [1]], "must have one list for each of the 1 models"),
-        ("WorkFlowParam.TemplateParam.pipelineNumber", 2, "must be one of 1, got 2"),
+        ("ModelDeployParam.npuDeviceIds", [0, [1]], "must be a list of lists of device numbers"),
+        ("ModelDeployParam.npuDeviceIds", [0, 0], "must name each device of a model once, got [0, 0]"),
+        ("ModelDeployParam.ModelParam.modelWeightPath", "", "must name a folder, a .gguf file or a fetched model"),
+        ("OtherParam.LogParam.logPath", "", "must not be empty"),
+        ("WorkFlowParam.TemplateParam.pipelineNumber", 11, "must be between 1 and 10, got 11"),
         ("ScheduleParam.maxBatchSize", 1.5, "must be a whole number from 1 to 5000, got 1.5"),
     ],
 )

@@ -22,7 +22,7 @@ class Key:
 
     `low` and `high` bound a number; `longest` is the maximum length of a text in characters; `items` is the type of a
     list's elements; `pattern`, which `form` describes in words, must match a whole text; `check_more` raises
-    BadRequest("", problem).
+    BadRequest("", problem). `read` makes one value of several spellings.
     """
 
     type: Type | tuple[Type, ...]
@@ -38,6 +38,7 @@ class Key:
     pattern: str = ""
     form: str = ""
     check_more: Callable[[Any], None] | None = None
+    read: Callable[[Any], Any] | None = None
     default_https: Any = None  # what `kvloom config init --https` writes instead
 
     @property
@@ -138,15 +139,24 @@ def shown(value: Any) -> str:
 
 
 def check_devices(value: list[Any]) -> None:
-    """npuDeviceIds: for each model a list of device numbers, none twice in one. Raises BadRequest."""
+    """npuDeviceIds: for each model a list of device numbers, none twice in one; [0, 1] for [[0, 1]]. Raises
+    BadRequest.
+    """
     form = "must be a list of lists of device numbers, as [[0, 1]], one list a model"
-    if not value or not all(isinstance(ids, list) and ids for ids in value):
+    lists = [value] if value and not any(isinstance(ids, list) for ids in value) else value
+    if not lists or not all(isinstance(ids, list) and ids for ids in lists):
         raise BadRequest("", f"{form}, got {shown(value)}")
-    for ids in value:
+    for ids in lists:
         if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1024 for i in ids):
             raise BadRequest("", f"{form} from 0 to 1023, got {shown(ids)}")
         if len(set(ids)) < len(ids):
             raise BadRequest("", f"must name each device of a model once, got {shown(ids)}")
+
+
+def check_not_empty(value: str) -> None:
+    """A text that must say something. Raises BadRequest."""
+    if not value:
+        raise BadRequest("", "must not be empty")
 
 
 def check_gap(value: float) -> None:

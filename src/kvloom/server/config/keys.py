@@ -11,7 +11,8 @@ from typing import Any
 
 from kvloom.contract.config import MAX_COUNT, MAX_CRASH_PATIENCE_S, MAX_GAP_S, WEIGHT_FORMATS
 from kvloom.server.config.backends import check_backend
-from kvloom.server.config.key import Key, check_devices, check_gap, needed
+from kvloom.server.config.devices import devices_of
+from kvloom.server.config.key import Key, check_devices, check_gap, check_not_empty, needed
 from kvloom.server.config.plugin_options import PLUGIN_KEYS
 from kvloom.server.config.published import (
     BACKEND_KEYS,
@@ -115,7 +116,8 @@ _LOG: dict[str, Key] = {
         str, "Info", "what is logged", choices=("Verbose", "Info", "Warning", "Error", "None"), setting="log_level"
     ),
     "logPath": needed(
-        str, "/logs/mindservice.log", "the log file, under the install folder", setting="log_path", longest=_PATH
+        str, "/logs/mindservice.log", "the log file, under the install folder", setting="log_path", longest=_PATH,
+        check_more=check_not_empty,
     ),
     "logFileSize": Key(int, "MB of a log file before the next one begins", 1, 500, setting="log_file_mb"),
     "logFileNum": Key(int, "older log files that are kept", 0, 64, setting="log_num_old"),
@@ -214,7 +216,7 @@ _TEMPLATE: dict[str, Key] = {
     "templateName": needed(
         str, "Standard_llama", "the workflow's name, which the console shows", setting="workflow", longest=256
     ),
-    "pipelineNumber": needed(int, 1, "a model has one engine", choices=(1,)),
+    "pipelineNumber": needed(int, 1, "a model has one engine, whatever it says", 1, 10),
 }
 _RESOURCE: dict[str, Key] = {
     "cacheBlockSize": needed(int, 128, "tokens a KV block", 1, 128, setting="block_size"),
@@ -222,7 +224,7 @@ _RESOURCE: dict[str, Key] = {
 }
 _DEVICES = needed(
     list, [[0]], "device numbers of each model, one a rank; on CPUs equal shares of the cores", setting="device_ids",
-    check_more=check_devices, form="a list of lists of whole numbers",
+    check_more=check_devices, read=devices_of, form="a list of lists of whole numbers",
 )  # fmt: skip
 _DEPLOY: dict[str, Any] = {
     "maxSeqLen": needed(

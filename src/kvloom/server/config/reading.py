@@ -100,6 +100,8 @@ class Found:
             )
             devices = None
         for index, model in enumerate(models):
+            if model.get("model") == "" and model.get("instance_type") != "StandardMock":
+                self.wrong(self.path_of("model", index), "must name a folder, a .gguf file or a fetched model")
             if model.get("npu_mem_gb", -1) != -1 and model["npu_mem_gb"] <= 0:
                 problem = f"must be above 0 GB, or -1 for a share of what is free, got {model['npu_mem_gb']:g}"
                 self.wrong(self.path_of("npu_mem_gb", index), problem)
@@ -198,11 +200,11 @@ def _walk(layout: Any, value: Any, path: str, found: Found, into: dict[str, Any]
 
 
 def _keep(key: Key, value: Any, path: str, found: Found, into: dict[str, Any]) -> None:
-    if key.is_idle:
+    if key.is_idle and value != key.default:
         found.idle.append(path)
     if not key.setting:
         return
-    into[key.setting] = value
+    into[key.setting] = value if key.read is None else key.read(value)
     found.paths[key.setting] = path
     index = re.search(r"\[(\d+)]", path)
     if index is not None:

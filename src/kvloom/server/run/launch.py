@@ -13,6 +13,7 @@ from kvloom.checkpoints.files import find_weights, read_object
 from kvloom.contract.errors import ModelError
 from kvloom.images.files import is_pipeline
 from kvloom.images.process import check
+from kvloom.server.config.devices import devices_note
 from kvloom.server.config.environment import environment_settings, idle_variables
 from kvloom.server.config.settings import Settings, load_settings
 from kvloom.server.observe.logs import start_logging
@@ -44,6 +45,8 @@ def notes_of(settings: Settings, environment: Mapping[str, str]) -> list[str]:
     """Settings of the file and the environment without effect, one sentence each."""
     idle = idle_variables(environment)
     notes = list(settings.values.get("notes", ()))
+    if devices := settings.values.get("device_ids"):
+        notes += filter(None, [devices_note(devices, settings.models[0].get("device", "cpu").partition(":")[0])])
     if idle:
         notes.append(f"environment: without effect here: {', '.join(idle)}")
     return notes
