@@ -114,6 +114,9 @@ class SafetensorsSource:
             if scheme is not None and len(shape) > 2 and marks(scheme, kinds, key.removesuffix(".weight")):
                 problem = f"{key.removesuffix('.weight')} is quantised and holds all experts of its layer"
                 raise ModelError(f"{folder}: {problem}; quantised experts need tensors of their own, or GGUF")
+            is_linear = len(shape) == 2 and name != "embed"
+            if scheme and is_linear and any(one.applies(key.removesuffix(".weight")) for one in scheme.rotations):
+                raise ModelError(f"{folder}: tensor {key} is rotated and not quantised, which is not supported")
             self._check(key, shape, ("U8",) if name.endswith(_BYTES) else FLOATS)
 
     def names(self) -> list[str]:
@@ -192,7 +195,12 @@ class SafetensorsSource:
             if entry.kind not in want.kinds:
                 raise ModelError(f"{path}: tensor {key} is {entry.kind:.80}; known are {', '.join(want.kinds)}")
             parts[end] = Part(entry.kind, entry.shape, file.part(entry.start, entry.end))
-        return PackedMatrix(name, shape, scheme, parts)
+        rotations = [one for one in scheme.rotations if one.applies(base)]
+        if len(rotations) > 1:
+            raise ModelError(f"{folder}: tensor {base} is rotated twice, which is not supported")
+        self._read.update(f"{base}.{one.name}_input.weight" for one in rotations)
+        sizes = [one.size_of(base, shape[1]) for one in rotations]
+        return PackedMatrix(name, shape, scheme, parts, *sizes)
 
     def form(self, name: str) -> str:
         return self._packed[name].form if name in self._packed else ""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kvloom.checkpoints.quantized.packed import PackedMatrix
+from kvloom.checkpoints.quantized.rotations import Rotation
 from kvloom.checkpoints.quantized.scheme import scheme_of
 from kvloom.contract.errors import ModelError
 from tests.support.models.quantized import group_config, per_token
@@ -13,10 +14,11 @@ from tests.support.models.quantized import group_config, per_token
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 
 
-def rotated(*locations: str) -> dict[str, Any]:
-    uses = [{"targets": ["Linear"], "location": one, "inverse": False, "ignore": []} for one in locations]
-    scheme = {"type": "hadamard", "apply": uses, "randomize": False, "requires_grad": False, "head_dim": 64}
-    transforms = {"config_groups": {"R4": {**scheme, "precision": "torch.float32"}}}
+def rotated(*locations: str, targets: Any = ("Linear",), ignore: Any = (), **scheme: Any) -> dict[str, Any]:
+    where = {"targets": list(targets), "ignore": list(ignore) if isinstance(ignore, tuple) else ignore}
+    uses = [{**where, "location": one, "inverse": False} for one in locations]
+    own = {"type": "hadamard", "apply": uses, "randomize": False, "requires_grad": False, "head_dim": 64, **scheme}
+    transforms = {"config_groups": {"R4": {**own, "precision": "torch.float32"}}}
     return {**group_config("pack-quantized", num_bits=4, strategy="channel"), "transform_config": transforms}
 
 
@@ -41,7 +43,12 @@ REFUSED = {
     "packing_format 'auto_round' is not supported": {"quant_method": "auto-round", "packing_format": "auto_round"},
     "expert_dtype is not supported, got 'fp4'": {"quant_method": "fp8", "expert_dtype": "fp4"},
     "format 'gptq' is not supported; known: 'gemm', 'GEMM'": {"quant_method": "awq", "format": "gptq"},
-    "transform_config.config_groups.R4.apply: location 'input' is not supported": rotated("weight_output", "input"),
+    "transform_config.config_groups.R4.apply: location 'output' is not supported": rotated("weight_output", "output"),
+    "R4: type 'random-hadamard' is not supported": rotated("input", type="random-hadamard"),
+    "transform_config.config_groups.R4: randomize True is not supported": rotated("input", randomize=True),
+    "transform_config.config_groups.R4: head_dim must be -1 or a multiple of 32": rotated("input", head_dim=20),
+    "R4.apply: targets must be names of linears": rotated("input", targets=["re:(a|b)*c"]),
+    "R4.apply: ignore must be names of linears": rotated("input", ignore=3),
     "transform_config.config_groups.R4: apply must be a list of objects, got ['x']": {
         **group_config("pack-quantized", num_bits=4), "transform_config": {"config_groups": {"R4": {"apply": ["x"]}}},
     },
@@ -188,3 +195,30 @@ def test_mxfp4_is_of_experts_alone():
 
 def test_a_folder_that_is_not_quantised_has_no_scheme():
     assert scheme_of({"architectures": ["LlamaForCausalLM"]}, "config.json") is None
+
+
+@pytest.mark.parametrize(
+    ("targets", "module", "expected"),
+    [
+        (["Linear"], "model.layers.0.mlp.down_proj", True),
+        (["re:.*down_proj$"], "model.layers.0.mlp.down_proj", True),
+        (["re:.*down_proj$"], "model.layers.0.mlp.down_proj.x", False),
+        (["re:.*down_proj"], "model.layers.0.mlp.down_proj.x", True),
+        (["re:model.layers.1"], "model.layers.10.mlp.down_proj", True),
+        (["re:model.layers.1$"], "model.layers.10.mlp.down_proj", False),
+        (["down_proj", "a"], "model.layers.0.mlp.down_proj", False),
+        (["model.layers.0.mlp.down_proj"], "model.layers.0.mlp.down_proj", True),
+    ],
+)
+def test_which_linears_a_rotation_is_of(targets, module, expected):
+    (rotation,) = scheme_of({"quantization_config": rotated("input", targets=targets)}, "config.json").rotations
+    assert rotation.applies(module) is expected
+    assert not Rotation("R4", rotation.targets, rotation.targets, None).applies(module)
+
+
+def test_a_rotation_must_fit_the_inputs():
+    whole, parts = Rotation("R4", (), (), None), Rotation("R4", (), (), 64)
+    assert (whole.size_of("m", 256), parts.size_of("m", 192)) == (256, 64)
+    for rotation, cols in ((whole, 192), (parts, 96)):
+        with pytest.raises(ModelError, match=rf"m: rotation R4 of \d+ of {cols} inputs is not supported"):
+            rotation.size_of("m", cols)

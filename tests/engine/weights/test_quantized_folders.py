@@ -28,6 +28,7 @@ from tests.support.models.quantized import (
     group_config,
     mxfp4,
     per_token,
+    rotated,
     write_folder,
 )
 
@@ -46,6 +47,13 @@ def mixed(**weights: Any) -> dict[str, Any]:
     (group,) = group_config("pack-quantized", **weights)["config_groups"].values()
     groups = {name: {**group, "format": "pack-quantized"} for name in ("a", "b")} | {"c": {"targets": ["x"]}}
     return {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+
+
+def rotating(linears: dict[str, Any], size: int | None = None, **weights: Any) -> dict[str, Any]:
+    """Packed weights, rotated, as SpinQuant's R4: of the weights in the file, of inputs when the model runs."""
+    uses = [{**linears, "location": "weight_input", "inverse": True}, {**linears, "location": "input"}]
+    transforms = {"config_groups": {"R4": {"type": "hadamard", "apply": uses, "head_dim": size}}}
+    return {**group_config("pack-quantized", **weights), "transform_config": transforms}
 
 
 AUTO_ROUND = {
@@ -127,6 +135,15 @@ FORMATS = {
     "compressed, mixed of one kind": Format(
         mixed(num_bits=4, strategy="group", group_size=32, actorder="weight"), compressed(4, 32), "int4"
     ),
+    "compressed, inputs rotated": Format(
+        rotating({"targets": ["Linear"], "ignore": ["lm_head"]}, num_bits=4, strategy="group", group_size=32),
+        rotated(compressed(4, 32)),
+    ),
+    "compressed, inputs rotated by parts": Format(
+        rotating({"targets": "re:.*o_proj$"}, 32, num_bits=8, strategy="channel"),
+        rotated(compressed(8, None), "o_proj", 32),
+        "int8",
+    ),
     "compressed, mxfp4": Format(
         group_config("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32), mxfp4, "fp4"
     ),
@@ -195,7 +212,7 @@ def test_its_matrices_keep_their_values(written):
     for name, key in (("layers.1.down", "layers.1.mlp.down_proj"), ("layers.0.k", "layers.0.self_attn.k_proj")):
         wanted = model.state_dict()[f"model.{key}.weight"].numpy()
         raw = weights.tensor(name)
-        assert np.allclose(raw.float32(), wanted, rtol=1e-6, atol=0)
+        assert np.allclose(raw.float32(), wanted, rtol=1e-6, atol=1e-6)
         assert weights.form(name) == raw.form == of.form
         if raw.form:
             found = np.concatenate([values_of(raw.form, numbers) for _, numbers in raw.number_pieces()])
@@ -239,6 +256,25 @@ def test_floats_that_are_no_numbers_are_refused(tmp_path):
     damaged(folder, lambda t: t[f"{UP}.weight"].view(torch.uint8).fill_(0x7F))
     with pytest.raises(ModelError, match=r"tensor layers\.1\.up: a weight or its scale is no finite number"):
         open_checkpoint(folder).weights.tensor("layers.1.up").float32()
+
+
+@pytest.mark.parametrize(
+    ("uses", "problem"),
+    [
+        ([["Linear"]], r"tensor lm_head\.weight is rotated and not quantised"),
+        ([["re:.*q_proj$"]] * 2, r"layers\.0\.self_attn\.q_proj is rotated twice"),
+    ],
+)
+def test_rotations_that_cannot_be_followed_are_refused(uses, problem, tmp_path):
+    folder = write_folder(wide_model(), tmp_path / "model", FORMATS["compressed"])
+    config = json.loads((folder / "config.json").read_text())
+    groups = {
+        f"R{i}": rotating({"targets": one})["transform_config"]["config_groups"]["R4"] for i, one in enumerate(uses)
+    }
+    config["quantization_config"]["transform_config"] = {"config_groups": groups}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=problem):
+        open_checkpoint(folder)
 
 
 def test_groups_that_do_not_divide_the_columns_are_refused(tmp_path):

@@ -117,6 +117,23 @@ def compressed(bits: int, group: int | None, is_symmetric: bool = True, is_packe
     return write
 
 
+def rotated(write: Writer, end: str = "", size: int = 0) -> Writer:
+    """Matrices whose names end with `end` are stored for inputs that are rotated, `size` together (0 = all)."""
+
+    def write_rotated(base: str, shape: tuple[int, int], dice: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        tensors, weight = write(base, shape, dice)
+        if not base.endswith(end):
+            return tensors, weight
+        signs = torch.ones(1, 1)
+        own = size or shape[1]
+        while len(signs) < own:
+            signs = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), signs)
+        blocks = weight.reshape(shape[0], -1, own) @ signs / own**0.5
+        return tensors | named(base, {"R4_input.weight": signs}), blocks.reshape(shape)
+
+    return write_rotated
+
+
 def fp8(scale_shape: Callable[[int, int], tuple[int, ...]], name: str = "weight_scale", block: int = 0) -> Writer:
     def write(base: str, shape: tuple[int, int], dice: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         weight = torch.randn(shape, generator=dice).mul(40).to(torch.float8_e4m3fn)

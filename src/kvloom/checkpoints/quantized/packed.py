@@ -8,6 +8,7 @@ import numpy as np
 
 from kvloom.checkpoints.quantized.forms import CHANNEL_COLS
 from kvloom.checkpoints.quantized.numbers import Bytes, Floats, Numbers
+from kvloom.checkpoints.quantized.rotations import rotated
 from kvloom.checkpoints.quantized.scheme import Scheme
 from kvloom.contract.errors import ModelError
 
@@ -96,12 +97,15 @@ class PackedMatrix:
     shape: tuple[int, ...]
     scheme: Scheme
     parts: Mapping[str, Part]
+    rotation: int = 0  # inputs that are rotated together; 0 = none
 
     @property
     def form(self) -> str:
-        """The lossless form in memory; "" when it is read as floats: fp8, or columns not in order of their groups."""
+        """The lossless form in memory; "" when it is read as floats: fp8, inputs that are rotated, columns not in order
+        of their groups.
+        """
         scheme = self.scheme
-        if scheme.layout == "fp8" or self._order() is not None:
+        if scheme.layout == "fp8" or self.rotation or self._order() is not None:
             return ""
         if scheme.layout == "mxfp4":
             return "fp4"
@@ -129,7 +133,7 @@ class PackedMatrix:
             values = self._fp8(at, end) if self.scheme.layout == "fp8" else self._spread(*self._rows(at, end))
             if not np.isfinite(values).all():
                 raise ModelError(f"tensor {self.name}: a weight or its scale is no finite number")
-            yield at, np.ascontiguousarray(values)
+            yield at, np.ascontiguousarray(rotated(values, self.rotation) if self.rotation else values)
 
     def _cuts(self) -> Iterator[tuple[int, int]]:
         """Rows of a few MB, whole words and blocks of zeros."""

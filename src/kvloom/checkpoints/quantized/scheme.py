@@ -4,10 +4,11 @@ Which fields change nothing is as of compressed-tensors 0.20.0, transformers 5.2
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvloom.checkpoints.fields import unknown_field
+from kvloom.checkpoints.quantized.rotations import TARGET, Rotation
 from kvloom.contract.errors import ModelError
 
 _METHODS = ("awq", "gptq", "auto-round", "compressed-tensors", "fp8", "mxfp4")
@@ -71,6 +72,7 @@ class Scheme:
     zero_shift: int = 0  # must be added to the file's zeros
     blocks: tuple[int, int] | None = None  # of fp8: [out, in] weights that share a scale
     per_token: bool = False  # activations are meant to have 8 bits, and one scale a token
+    rotations: tuple[Rotation, ...] = ()  # of inputs of linears
 
 
 def scheme_of(config: Mapping[str, Any], file: str) -> Scheme | None:
@@ -152,6 +154,17 @@ class _Fields:
         for value in values:
             yield _Fields(value, f"{self._where}.{name}")
 
+    def targets(self, name: str) -> tuple[str, ...]:
+        value = self._values.get(name) or []
+        value = [value] if isinstance(value, str) else value
+        if not isinstance(value, list) or not all(isinstance(one, str) and TARGET.fullmatch(one) for one in value):
+            raise self.refused(name, f"must be names of linears, 're:.*name$' or 'Linear', got {value!r:.80}")
+        return tuple(value)
+
+    @property
+    def name(self) -> str:
+        return self._where.rsplit(".", 1)[-1]
+
     def refused(self, name: str, problem: str) -> ModelError:
         return ModelError(f"{self._where}: {name} {problem}")
 
@@ -196,7 +209,7 @@ def _compressed(fields: _Fields) -> Scheme:
     )
     if fields.get("sparsity_config") and fields.inner("sparsity_config").get("format") not in (None, "dense"):
         fields.inner("sparsity_config").one_of("format", ("dense",), "dense")
-    _check_rotations(fields.inner("transform_config"))
+    rotations = tuple(_rotations(fields.inner("transform_config")))
     format = fields.one_of("format", (*_COMPRESSED, _MIXED), None)
     schemes = {}
     for group in fields.each("config_groups"):
@@ -206,17 +219,21 @@ def _compressed(fields: _Fields) -> Scheme:
             schemes[_compressed_group(group, _COMPRESSED[own])] = group
     if len(schemes) != 1:
         raise fields.refused("config_groups", f"of {len(schemes)} kinds of weights is not supported; one is")
-    return next(iter(schemes))
+    return replace(next(iter(schemes)), rotations=rotations)
 
 
-def _check_rotations(config: _Fields) -> None:
-    """Refuses transforms of activations; those that weights were stored with leave nothing to do."""
+def _rotations(config: _Fields) -> Iterator[Rotation]:
+    """Rotations of inputs; those that the weights were stored with leave nothing to do."""
     config.only_known("config_groups")
     for group in config.each("config_groups"):
         group.only_known("type", "apply", "randomize", "requires_grad", "head_dim", "precision")
         for use in group.listed("apply"):
             use.only_known("targets", "location", "inverse", "ignore")
-            use.one_of("location", ("weight_input", "weight_output"), None)
+            if use.one_of("location", ("weight_input", "weight_output", "input"), None) == "input":
+                group.one_of("type", ("hadamard",), None)
+                group.one_of("randomize", (False,), False)
+                size = group.group("head_dim", -1)
+                yield Rotation(group.name, use.targets("targets"), use.targets("ignore"), size)
 
 
 def _compressed_group(group: _Fields, layout: str) -> Scheme:
