@@ -14,15 +14,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from ems import CcKvOption
+from ems.wire.messages import split_keys
 from kvloom.pool.agent import Agent
 from kvloom.pool.bench.redis import find_server, private_server
 from kvloom.pool.stores.engine import EngineError, EngineFull, open_engine
 from kvloom.pool.stores.tier import EngineTier
 from tests.support.pool.agents import new_kv, running_agent, session, slots_of, tokens_of, zero
-from tests.support.pool.stores import HASHES, OFFSETS, SLOTS, check_round_trip, saved_and_forgotten
+from tests.support.pool.stores import HASHES, OFFSETS, SLOTS, check_round_trip, emptied, saved_and_forgotten
 from tests.support.waiting import until
+
+
+def names_of(cc, hashes: list[int]) -> list[str]:
+    """The names in the store of blocks that a session saves under these hashes."""
+    keys = cc._planning_cache(cc._key_space[0]).names(hashes)
+    return [f"ems:default:2:{key.hex()}" for key in split_keys(keys)]
 
 
 class FakeEngine:
@@ -194,7 +202,7 @@ def test_a_full_store_gives_what_it_has_and_saves_say_that_blocks_stay_here(capl
 
 def test_callers_with_little_time_keep_nobody_else_from_the_store():
     engine = FakeEngine()
-    engine.values = {f"ems:t:{'00' * 32}": b"value"}
+    engine.values = {f"ems:t:2:{'00' * 32}": b"value"}
     tier = EngineTier(engine, lambda: 0.0)
     engine.gate.clear()
     for _ in range(3):
@@ -217,6 +225,45 @@ def test_a_damaged_value_is_a_miss(damage):
         assert not tokens_of(kv, SLOTS).any()
 
 
+@pytest.mark.parametrize("far", [1, 15])
+def test_good_values_under_each_others_names_are_misses(far):
+    engine, kv = FakeEngine(), new_kv()
+    with agent_with(engine) as agent, session(agent.config.socket, kv) as cc:
+        saved_and_forgotten(agent, cc)
+        names = names_of(cc, HASHES)
+        values = engine.values
+        values[names[0]], values[names[far]] = values[names[far]], values[names[0]]
+        zero(kv)
+        assert cc.load(SLOTS, HASHES, OFFSETS).success == 0
+        assert agent.node.pool("default").counts["corrupt_on_wire"] > 0
+        assert not tokens_of(kv, SLOTS).any()
+
+
+@pytest.mark.parametrize("other", [{"model_id": "another"}, {"llm_engine": "another"}])
+def test_a_good_value_of_another_model_is_a_miss(other):
+    engine, kv, theirs = FakeEngine(), new_kv(), new_kv(seed=7)
+    with agent_with(engine) as agent, session(agent.config.socket, kv) as cc:
+        with session(agent.config.socket, theirs, **other) as another:
+            saved_and_forgotten(agent, another)
+            foreign = [engine.values[name] for name in names_of(another, HASHES)]
+        assert cc.exists(HASHES) == 0
+        engine.values = dict(zip(names_of(cc, HASHES), foreign, strict=True))
+        zero(kv)
+        assert cc.load(SLOTS, HASHES, OFFSETS).success == 0
+        assert not tokens_of(kv, SLOTS).any()
+
+
+def test_values_of_an_earlier_version_are_misses():
+    engine, kv = FakeEngine(), new_kv()
+    with agent_with(engine) as agent, session(agent.config.socket, kv) as cc:
+        saved_and_forgotten(agent, cc)
+        values = {name: xxhash.xxh3_128_digest(value[16:]) + value[16:] for name, value in engine.values.items()}
+        engine.values = {name.replace(":2:", ":"): value for name, value in values.items()}
+        assert cc.load(SLOTS, HASHES, OFFSETS).success == 0
+        engine.values = values
+        assert cc.load(SLOTS, HASHES, OFFSETS).success == 0, "nor under the names of today"
+
+
 @pytest.fixture
 def server(tmp_path) -> Iterator[Path]:
     """The socket of a real Valkey or Redis server."""
@@ -231,6 +278,21 @@ def test_a_real_server_keeps_blocks_for_the_node(server):
     with running_agent(rcache_share=1.0, engine=f"unix://{server}") as agent:
         check_round_trip(agent)
         assert agent.stats().peers == {"engine": True}
+
+
+def test_two_nodes_on_one_server_take_no_values_that_changed_places(server):
+    engine, kv, truth = f"unix://{server}", new_kv(), new_kv()
+    with running_agent(rcache_share=1.0, engine=engine) as one, running_agent(rcache_share=1.0, engine=engine) as other:
+        with session(one.config.socket, truth) as cc:
+            saved_and_forgotten(one, cc)
+            first, second = names_of(cc, [HASHES[3], HASHES[7]])
+        client = valkey_client(server)
+        client.mset({first: client.get(second), second: client.get(first)})
+        zero(kv)
+        with session(other.config.socket, kv) as cc:
+            assert cc.load(SLOTS, HASHES, OFFSETS).success == 3
+        assert (tokens_of(kv, SLOTS[:12]) == tokens_of(truth, SLOTS[:12])).all()
+        assert not tokens_of(kv, SLOTS[12:]).any()
 
 
 def test_a_stopped_server_costs_the_deadline_and_no_more(server):
@@ -266,11 +328,10 @@ def test_another_type_under_a_blocks_name_is_a_miss_of_that_block(server):
         client = valkey_client(server)
         cc.load(SLOTS, HASHES, OFFSETS)
         keys = agent.node.pool("default").block_keys()
-        name = f"ems:default:{keys[5].hex()}"
+        name = f"ems:default:2:{keys[5].hex()}"
         client.delete(name)
         client.lpush(name, "something else")
-        agent.node.pool("default").evict(1 << 30)
-        until(lambda: agent.node.pool("default").evict(1 << 30) == 0)
+        emptied(agent.node.pool("default"))
         assert cc.load(SLOTS, HASHES, OFFSETS).success == 5
 
 

@@ -74,6 +74,11 @@ def _check_lengths(lengths: list[int]) -> None:
         raise ValueError(f"a block is 1 to {MAX_BLOCK_BYTES} bytes")
 
 
+def _check_seals(seals: bytes, sums: bytes) -> None:
+    if len(seals) not in (0, len(sums)):
+        raise ValueError("seals: not one a key")
+
+
 @dataclass
 class Hello(Message):
     """First frame of a client; a peer sends is_peer=True and its node id as access_id."""
@@ -345,23 +350,28 @@ class PeerGet(Message):
 
 @dataclass
 class PeerBlocks(Message):
-    """lengths: 0 = not here. The bytes of the others follow the frame in order."""
+    """lengths: 0 = not here. The bytes of the others follow the frame in order. seals: of each block, its checksum
+    bound to its key; earlier versions send none.
+    """
 
     OP = 21
     lengths: list[int]
     sums: bytes
+    seals: bytes = b""
 
     def __post_init__(self) -> None:
         _check_counts(len(self.lengths), self.lengths)
         if max(self.lengths, default=0) > MAX_BLOCK_BYTES or len(self.sums) != SUM_BYTES * len(self.lengths):
             raise ValueError("lengths or sums out of range")
+        _check_seals(self.seals, self.sums)
 
 
 @dataclass
 class PeerPut(Message):
     """Blocks for their home node; the bytes follow the frame. Answer: Saved.
 
-    parents: of each block, the key before it in its chain, or zeros; absent: a chain that follows `parent`.
+    parents: of each block, the key before it in its chain, or zeros; absent: a chain that follows `parent`. seals: as
+    in PeerBlocks.
     """
 
     OP = 22
@@ -371,6 +381,7 @@ class PeerPut(Message):
     sums: bytes
     parent: bytes = b""
     parents: bytes = b""
+    seals: bytes = b""
 
     def __post_init__(self) -> None:
         count = _check_keys(self.keys)
@@ -380,6 +391,7 @@ class PeerPut(Message):
         _check_lengths(self.lengths)
         if len(self.sums) != SUM_BYTES * count:
             raise ValueError("sums: not one a key")
+        _check_seals(self.seals, self.sums)
         if len(self.parent) not in (0, KEY_BYTES):
             raise ValueError("parent: neither empty nor a key")
 

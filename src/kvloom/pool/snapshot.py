@@ -1,6 +1,6 @@
 """Snapshots: a folder that keeps a node's blocks between an orderly shutdown and the next start.
 
-One file for each tenant: a header, then a record and the bytes of each block, prefixes first. Every block's checksum is
+One file for each tenant: a header, then a record and the bytes of each block, prefixes first. Every block's seal is
 verified before it is published, so a damaged file costs blocks and nothing else. A file is read once and removed, so
 that blocks evicted or revoked later do not come back; what of it was not read yet at a shutdown is kept. Only its owner
 can read it; it holds blocks unencrypted.
@@ -23,18 +23,20 @@ from ems.keys import KEY_BYTES
 from kvloom.pool.node import Node
 from kvloom.pool.storage.entries import NoRoom, Reservation, Written
 from kvloom.pool.storage.pool import Pool
+from kvloom.pool.storage.seals import sealed
 
 log = logging.getLogger(__name__)
-_MAGIC = b"EMSSNAP1"
+_MAGIC = b"EMSSNAP2"
+_EARLIER = b"EMSSNAP1"  # its records do not prove whose their bytes are
 _HEADER = struct.Struct("<8s32sH")  # magic, digest of the tenant's key salt, length of the tenant's name that follows
-_RECORD = struct.Struct("<32s32s16sIB")  # key, parent's key or zeros, checksum, length, whether of the read cache
+_RECORD = struct.Struct("<32s32s16sIB")  # key, parent's key or zeros, seal, length, whether of the read cache
 _NO_PARENT = bytes(KEY_BYTES)
 
 
 class _Record(NamedTuple):
     key: bytes
     parent: bytes
-    checksum: bytes
+    seal: bytes
     length: int
     is_rcache: bool
 
@@ -143,7 +145,7 @@ def _write_pool(file: BinaryIO, pool: Pool, salt_digest: bytes) -> int:
         (entry,) = pool.pin_each([key])
         if entry is not None:
             parent = entry.parent_key or _NO_PARENT
-            file.write(_RECORD.pack(key, parent, entry.checksum, entry.length, entry.is_rcache))
+            file.write(_RECORD.pack(key, parent, sealed(key, entry.checksum), entry.length, entry.is_rcache))
             file.write(pool.view(entry.offset, entry.length).data)
             pool.unpin([entry])
             count += 1
@@ -156,6 +158,8 @@ def _read_header(file: BinaryIO, node: Node) -> str | None:
     if len(head) != _HEADER.size:
         raise ValueError("it has no header")
     magic, salt_digest, length = _HEADER.unpack(head)
+    if magic == _EARLIER:
+        raise ValueError("an earlier version wrote it")
     if magic != _MAGIC:
         raise ValueError("it is not a snapshot")
     tenant = file.read(length).decode()
@@ -165,18 +169,19 @@ def _read_header(file: BinaryIO, node: Node) -> str | None:
 def _records(file: BinaryIO, max_bytes: int) -> Iterator[tuple[_Record, bytes]]:
     """Blocks up to the end of the file, or to the first invalid record."""
     while len(head := file.read(_RECORD.size)) == _RECORD.size:
-        key, parent, checksum, length, is_rcache = _RECORD.unpack(head)
+        key, parent, seal, length, is_rcache = _RECORD.unpack(head)
         if not 0 < length <= max_bytes or is_rcache > 1:
             raise ValueError("a record makes no sense")
         data = file.read(length)
         if len(data) < length:
             raise ValueError("it ends within a block")
-        yield _Record(key, parent, checksum, length, bool(is_rcache)), data
+        yield _Record(key, parent, seal, length, bool(is_rcache)), data
 
 
 def _publish(pool: Pool, record: _Record, data: bytes) -> bool:
-    """False when the checksum does not match, the block is already there, or there is no room."""
-    if xxhash.xxh3_128_digest(data) != record.checksum:
+    """False when the seal does not match, the block is already there, or there is no room."""
+    checksum = xxhash.xxh3_128_digest(data)
+    if sealed(record.key, checksum) != record.seal:
         return False
     begun = pool.begin(record.key, record.length, record.is_rcache)
     if isinstance(begun, NoRoom):
@@ -186,5 +191,5 @@ def _publish(pool: Pool, record: _Record, data: bytes) -> bool:
         return False
     pool.view(begun.offset, begun.length)[:] = memoryview(data)
     parent = b"" if record.parent == _NO_PARENT else record.parent
-    pool.unpin([pool.publish(Written(begun, record.checksum, parent)).entry])
+    pool.unpin([pool.publish(Written(begun, checksum, parent)).entry])
     return True

@@ -4,7 +4,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +25,7 @@ from kvloom.pool.cluster.peer_line import Own, PeerLine, ask
 from kvloom.pool.cluster.secured import Complaints
 from kvloom.pool.config import Address
 from kvloom.pool.storage.entries import NoRoom, Reservation
+from kvloom.pool.storage.seals import sealed
 from tests.support.pool.agents import SECRET, blocks_of, running_agent
 from tests.support.pool.node_pair import NUM_KEYS, SIZE, Pair, data_of, keep, keys_of, nodes
 from tests.support.pool.node_proxy import tcp_pair
@@ -120,19 +121,19 @@ def test_blocks_without_room_are_read_past_and_end_the_load():
 
 
 @contextmanager
-def answering(lengths: list[int], sums: list[bytes], tail: bytes, is_closed: bool = False) -> Iterator[Channel]:
-    """A channel to a node that answers any request by announcing these blocks, and then sends the bytes `tail`."""
+def answering(answer: m.PeerBlocks, tail: bytes, is_closed: bool = False) -> Iterator[Channel]:
+    """A channel to a node that gives any request this answer, and then sends the bytes `tail`."""
     near, far = tcp_pair()
 
-    def answer() -> None:
+    def reply() -> None:
         channel = Channel(far)
         channel.receive(soon())
-        channel.send(m.PeerBlocks(lengths, b"".join(sums)), soon())
+        channel.send(answer, soon())
         channel.send_bytes(memoryview(tail), soon())
         if is_closed:
             far.shutdown(socket.SHUT_RDWR)
 
-    thread = threading.Thread(target=answer)
+    thread = threading.Thread(target=reply)
     thread.start()
     with near, far:
         yield Channel(near)
@@ -148,20 +149,64 @@ def truth(key: bytes, size: int = SIZE) -> tuple[bytes, bytes]:
     return xxhash.xxh3_128_digest(data), data
 
 
+def blocks(keys: list[bytes], sizes: list[int], sums: Sequence[bytes]) -> m.PeerBlocks:
+    """The answer that announces these blocks."""
+    packed = b"".join(sums)
+    return m.PeerBlocks(sizes, packed, sealed(b"".join(keys), packed))
+
+
+def put(keys: list[bytes], sizes: list[int], sums: Sequence[bytes]) -> m.PeerPut:
+    """The message that pushes these blocks."""
+    packed = b"".join(sums)
+    return m.PeerPut("default", b"".join(keys), sizes, packed, seals=sealed(b"".join(keys), packed))
+
+
+def test_good_blocks_under_each_others_keys_are_nobodys():
+    with running_agent() as agent:
+        pool, keys = agent.node.pool("default"), keys_of("b", 3)
+        sums, data = zip(*map(truth, keys), strict=True)
+        others = keys[1], keys[0], keys[2]  # the other node mistakes the first two for each other
+        fetch = Fetch(pool, keys, Wanted(keys, has_end=True))
+        with answering(blocks(list(others), [SIZE] * 3, sums), b"".join(data)) as channel:
+            assert fetch.run(channel, soon()) is Cause.CORRUPT
+        assert keys_in(fetch) == [keys[2]]
+        assert pool.counts["corrupt_on_wire"] == 2
+        pool.check()
+
+
+def test_an_earlier_version_that_seals_nothing_is_told_apart_and_not_believed(called):
+    agent, line = called
+    keys = keys_of("b", 1)
+    (summed, data) = truth(keys[0])
+    fetch = Fetch(agent.node.pool("default"), keys, Wanted(keys, has_end=True))
+    with answering(m.PeerBlocks([SIZE], summed), data) as to, pytest.raises(WireError, match="an earlier version"):
+        fetch.run(to, soon())
+
+    def push(channel: Channel) -> Cause:
+        channel.send(m.PeerPut("default", keys[0], [SIZE], summed), soon())
+        channel.send_bytes(memoryview(data), soon())
+        with pytest.raises(ConnectionError):
+            channel.receive(soon())
+        return Cause.NONE
+
+    assert line.call(soon(), push) is Cause.NONE
+    assert agent.node.pool("default").usage()["blocks"] == 0
+
+
 @pytest.mark.parametrize("num_sent", [0, 1, SIZE - 1, SIZE, 2 * SIZE + 17, 5 * SIZE - 1])
 def test_of_an_answer_that_ends_too_early_nothing_is_kept(num_sent):
     with running_agent() as agent:
         pool, keys = agent.node.pool("default"), keys_of("b", 5)
         fetch = Fetch(pool, keys, Wanted(keys, has_end=True))
         sums, data = zip(*map(truth, keys), strict=True)
-        tail = b"".join(data)[:num_sent]
-        with answering([SIZE] * 5, list(sums), tail, is_closed=True) as to, pytest.raises(ConnectionResetError):
+        announced, tail = blocks(keys, [SIZE] * 5, sums), b"".join(data)[:num_sent]
+        with answering(announced, tail, is_closed=True) as to, pytest.raises(ConnectionResetError):
             fetch.run(to, soon())
-        with answering([SIZE] * 5, list(sums), tail) as to, pytest.raises(TimeoutError):
+        with answering(announced, tail) as to, pytest.raises(TimeoutError):
             fetch.run(to, time.monotonic() + 0.1)
         assert keys_in(fetch) == []
         assert pool.usage()["used_bytes"] == 0
-        with answering([SIZE] * 5, list(sums), b"".join(data)) as channel:
+        with answering(announced, b"".join(data)) as channel:
             assert fetch.run(channel, soon()) is Cause.NONE, "the part is taken up again on a new connection"
         assert keys_in(fetch) == keys
         pool.check()
@@ -173,7 +218,7 @@ def test_a_block_that_fits_into_no_pool_is_read_past():
         sizes = [SIZE, 4 * pool.geometry.slab_bytes, SIZE]
         sums, data = zip(*map(truth, keys, sizes), strict=True)
         fetch = Fetch(pool, keys, Wanted(keys, has_end=True))
-        with answering(sizes, list(sums), b"".join(data)) as channel:
+        with answering(blocks(keys, sizes, sums), b"".join(data)) as channel:
             assert fetch.run(channel, soon()) is Cause.NO_ROOM
         assert keys_in(fetch) == [keys[0], keys[2]]
         assert pool.counts["refused_too_large"] == 1
@@ -183,8 +228,9 @@ def test_a_block_that_fits_into_no_pool_is_read_past():
 def test_an_answer_of_other_than_was_asked_ends_the_connection(num_lengths):
     with running_agent() as agent:
         pool, keys = agent.node.pool("default"), keys_of("b", 3)
-        fetch, sums = Fetch(pool, keys, Wanted(keys, has_end=True)), [bytes(16)] * num_lengths
-        with answering([SIZE] * num_lengths, sums, b"") as to, pytest.raises(WireError, match="expected blocks"):
+        fetch = Fetch(pool, keys, Wanted(keys, has_end=True))
+        announced = m.PeerBlocks([SIZE] * num_lengths, bytes(16 * num_lengths))
+        with answering(announced, b"") as to, pytest.raises(WireError, match="expected blocks"):
             fetch.run(to, soon())
         assert pool.usage()["used_bytes"] == 0
 
@@ -207,8 +253,8 @@ def test_each_block_that_is_pushed_has_a_status_of_its_own(called):
     sums, data = (list(each) for each in zip(*map(truth, keys, sizes), strict=True))
     sums[40] = sums[41]
     keep(pool, keys[50])
-    keys[70] = keys[69]
-    sent, answers = m.PeerPut("default", b"".join(keys), sizes, b"".join(sums)), []
+    keys[70] = keys[69]  # other bytes under a key that is taken
+    sent, answers = put(keys, sizes, sums), []
 
     def push(channel: Channel) -> Cause:
         channel.send(sent, soon(), deadline_ms=20_000)
@@ -235,7 +281,7 @@ def test_a_push_that_breaks_off_leaves_whole_blocks_and_no_memory_taken(called, 
     sums, data = zip(*map(truth, keys), strict=True)
 
     def push(channel: Channel) -> Cause:
-        channel.send(m.PeerPut("default", b"".join(keys), [SIZE] * 100, b"".join(sums)), soon(), deadline_ms=20_000)
+        channel.send(put(keys, [SIZE] * 100, sums), soon(), deadline_ms=20_000)
         channel.send_bytes(memoryview(b"".join(data))[:num_sent], soon())
         channel.abort()
         return Cause.NONE

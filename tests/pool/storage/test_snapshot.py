@@ -61,6 +61,24 @@ def test_a_flipped_bit_costs_its_block(saved):
     assert blocks_after(saved) == 4
 
 
+def test_blocks_that_changed_places_are_nobodys(saved):
+    (file,) = saved.iterdir()
+    data = bytearray(file.read_bytes())
+    one, other = (data.index(Oracle().truth(HASHES[i]).tobytes()) for i in (4, 7))
+    size = 16 + 4 + 1 + 16384  # seal, length, kind and bytes: all of a record but its names
+    first, second = slice(one - 21, one - 21 + size), slice(other - 21, other - 21 + size)
+    data[first], data[second] = data[second], data[first]
+    file.write_bytes(data)
+    assert blocks_after(saved) == 4
+
+
+def test_a_file_of_an_earlier_version_is_not_used(saved, caplog):
+    (file,) = saved.iterdir()
+    file.write_bytes(b"EMSSNAP1" + file.read_bytes()[8:])
+    assert blocks_after(saved) == 0
+    assert "an earlier version wrote it" in caplog.text
+
+
 @pytest.mark.parametrize("keep", [0, 10, 60, 120, 20_000, 50_000])
 def test_a_cut_file_costs_what_is_behind_the_cut(saved, keep):
     (file,) = saved.iterdir()

@@ -2,6 +2,7 @@
 
 from ems import CcKvOption
 from kvloom.pool.agent import Agent
+from kvloom.pool.storage.pool import Pool
 from tests.support.pool.agents import copy_of, new_kv, session, slots_of, tokens_of, zero
 from tests.support.waiting import until
 
@@ -16,9 +17,14 @@ def saved_and_forgotten(agent: Agent, cc) -> None:
     pool = agent.node.pool("default")
     assert cc.save(SLOTS, HASHES, OFFSETS).success == len(HASHES)
     until(lambda: pool.counts["push_done"] == len(HASHES))
+    emptied(pool)
+
+
+def emptied(pool: Pool) -> None:
+    """Evicts all blocks, those too that a session still pins."""
 
     def is_empty() -> bool:
-        pool.evict(1 << 30)  # leaves blocks that the session's batch still pins
+        pool.evict(1 << 30)
         return pool.usage()["blocks"] == 0
 
     until(is_empty)

@@ -14,6 +14,7 @@ from ems.wire import messages as m
 from ems.wire.frames import WireError
 from ems.wire.messages import Cause, Status
 from kvloom.pool.cluster.arrivals import receive_blocks
+from kvloom.pool.cluster.peer_line import checked_sums
 from kvloom.pool.node import Came
 from kvloom.pool.storage.held import Held
 from kvloom.pool.storage.passing import UNSOUND, Announced
@@ -141,13 +142,14 @@ class Fetch:
 
     def _announced(self, keys: list[bytes], answer: m.PeerBlocks) -> Announced:
         """The keys that the other node has."""
+        unsealed = checked_sums(answer, b"".join(keys))
         if all(answer.lengths):
-            return Announced(keys.copy(), answer.lengths, answer.sums, is_rcache=True)
+            return Announced(keys.copy(), answer.lengths, unsealed, is_rcache=True)
         here = [i for i, length in enumerate(answer.lengths) if length]
         for key, length in zip(keys, answer.lengths, strict=True):
             if not length:
                 self._wanted.lacks(key)
-        sums = m.split_sums(answer.sums)
+        sums = m.split_sums(unsealed)
         found, lengths = [keys[i] for i in here], [answer.lengths[i] for i in here]
         return Announced(found, lengths, b"".join(sums[i] for i in here), is_rcache=True)
 

@@ -18,6 +18,7 @@ from kvloom.net.listening import bracketed
 from kvloom.pool.cluster.resolving import Lookup, UnknownName
 from kvloom.pool.cluster.secured import Complaints, SecuredChannel, TlsBroken, problem_of
 from kvloom.pool.config import Address
+from kvloom.pool.storage.seals import sealed
 
 if TYPE_CHECKING:
     from kvloom.pool.cluster.tls_channel import NodeTls
@@ -32,6 +33,17 @@ def session_keys(secret: bytes, client_nonce: bytes, agent_nonce: bytes) -> tupl
     """Frame keys of the calling and of the called node, for this pair of nonces."""
     name = (client_nonce + agent_nonce).hex()
     return derive(secret, "peer frames of caller", name), derive(secret, "peer frames of called", name)
+
+
+class Unsealed(WireError):
+    """Another node's blocks come without seals, so that nothing shows whose their bytes are."""
+
+
+def checked_sums(message: m.PeerBlocks | m.PeerPut, keys: bytes) -> bytes:
+    """The checksums that announced blocks have if they belong to `keys`, 16 bytes each. Raises Unsealed."""
+    if len(message.seals) != len(message.sums):
+        raise Unsealed("it runs an earlier version, whose blocks do not prove what they are: update it")
+    return sealed(keys, message.seals)
 
 
 def ask(channel: Channel, message: m.Message, deadline_s: float) -> m.Message:
@@ -142,6 +154,9 @@ class PeerLine:
         num_before = channel.num_received
         try:
             return call(channel)
+        except Unsealed as error:
+            self._complain(error)
+            raise
         finally:
             self._is_answered = channel.num_received > num_before
 

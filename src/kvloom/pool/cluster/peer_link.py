@@ -21,6 +21,7 @@ from kvloom.pool.config import Address
 from kvloom.pool.node import Outgoing
 from kvloom.pool.storage.entries import Block
 from kvloom.pool.storage.pool import Pool
+from kvloom.pool.storage.seals import sealed
 from kvloom.pool.storage.spans import Spans
 
 _PUSH_S = 5.0
@@ -91,16 +92,18 @@ class PeerLink:
         """Store blocks on the peer. Returns for each whether it has it now."""
         statuses, lengths = b"", [len(block.data) for block in blocks]
         spans = Spans.of([block.data for block in blocks], lengths)
+        keys, sums = b"".join(block.key for block in blocks), b"".join(block.checksum for block in blocks)
 
         def send(channel: Channel) -> Cause:
             nonlocal statuses
             message = m.PeerPut(
                 tenant,
-                b"".join(block.key for block in blocks),
+                keys,
                 lengths,
-                b"".join(block.checksum for block in blocks),
+                sums,
                 blocks[0].parent,
                 b"".join(block.parent or bytes(KEY_BYTES) for block in blocks),
+                sealed(keys, sums),
             )
             channel.send(message, deadline_s, deadline_ms=remaining_ms(deadline_s))
             send_blocks(channel, spans, deadline_s)

@@ -10,9 +10,10 @@ from ems.wire import messages as m
 from ems.wire.frames import WireError
 from kvloom.pool.cluster.arrivals import receive_blocks
 from kvloom.pool.cluster.block_stream import send_blocks
-from kvloom.pool.cluster.peer_line import session_keys
+from kvloom.pool.cluster.peer_line import checked_sums, session_keys
 from kvloom.pool.node import Node
 from kvloom.pool.storage.passing import UNSOUND, Announced
+from kvloom.pool.storage.seals import sealed
 
 _HANDSHAKE_S = 5.0
 _MIN_BUDGET_S = 0.05
@@ -79,7 +80,8 @@ class PeerSession:
         offered = pool.offer(m.split_keys(message.keys))
         try:
             lengths = offered.lengths
-            self._channel.send(m.PeerBlocks(lengths, offered.sums), deadline_s)
+            seals = b"" if message.has_only else sealed(message.keys, offered.sums)
+            self._channel.send(m.PeerBlocks(lengths, offered.sums, seals), deadline_s)
             if not message.has_only:
                 send_blocks(self._channel, offered.spans, deadline_s)
                 pool.counts.add("peer_reads", len(lengths) - lengths.count(0))
@@ -90,7 +92,7 @@ class PeerSession:
         pool = self._node.pool(message.tenant)
         keys = m.split_keys(message.keys)
         parents = message.parents or b"".join([message.parent or bytes(KEY_BYTES), *keys[:-1]])
-        blocks = Announced(keys, message.lengths, message.sums, parents)
+        blocks = Announced(keys, message.lengths, checked_sums(message, message.keys), parents)
         told = b""
         for statuses, held, _lengths in receive_blocks(self._channel, pool, blocks, deadline_s):
             held.release()

@@ -27,7 +27,9 @@ class Engine(Protocol):
         ...
 
     def get(self, names: Sequence[str]) -> list[memoryview | None]:
-        """Each value, None where there is none; in memory of its own."""
+        """Each value, None only where the store has none, not where it lacks memory to hand it out; in memory of its
+        own.
+        """
         ...
 
     def has(self, names: Sequence[str]) -> list[bool]:

@@ -25,13 +25,17 @@ from kvloom.pool.node import Came, Fetched, Outgoing, Route
 from kvloom.pool.storage.entries import Block, NoRoom, Reservation, Written
 from kvloom.pool.storage.entrywise import HeldEntries
 from kvloom.pool.storage.pool import Pool
+from kvloom.pool.storage.seals import sealed
 from kvloom.pool.stores.engine import Engine, EngineError, EngineFull
 
 _WORKERS = 4  # threads; abandoned calls hold one each
-_PUSH_BLOCKS = 16  # blocks stored by one call
-_FETCH_KEYS = 16  # blocks requested at once: a missing one ends a load, so what lies behind it would be loaded in vain
+_PUSH_BLOCKS, _PUSH_BYTES = 16, 64 << 20  # most blocks stored by one call, and most bytes without the last block
+# Most blocks requested at once, and most bytes if they are as large as the largest so far. A missing block ends a load,
+# so what lies behind it would be loaded in vain.
+_FETCH_KEYS, _FETCH_BYTES = 16, 64 << 20
 _MAX_QUEUE = 1024  # most blocks waiting to be stored; further ones wait
 _PUSH_S = 10.0
+_FORM = 2  # of the stored values: a seal, then the bytes
 _SILENT, _FULL = "the store does not answer", "the store takes no blocks, which stay on this node"
 T = TypeVar("T")
 
@@ -61,6 +65,7 @@ class EngineTier:
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._num_busy = 0
+        self._largest = 1  # bytes of the largest value that came
         self._pushes: queue.Queue[_Push | None] = queue.Queue(_MAX_QUEUE)
         self._is_closed = False
         for _ in range(_WORKERS):
@@ -80,10 +85,10 @@ class EngineTier:
         self, pool: Pool, keys: list[bytes], deadline_s: float, has_end: bool = False, came: Came | None = None
     ) -> Fetched:
         """Brings those blocks that the store has into the pool, as copies; they are pinned."""
-        problem, entries = Cause.NONE, list[Block]()
-        step = _FETCH_KEYS if has_end else max(1, len(keys))
-        for start in range(0, len(keys), step):
-            part = keys[start : start + step]
+        problem, entries, start = Cause.NONE, list[Block](), 0
+        while start < len(keys):
+            part = keys[start : start + max(1, min(_FETCH_KEYS, _FETCH_BYTES // self._largest))]
+            start += len(part)
             one, found = self._fetch(pool, part, deadline_s)
             problem, entries = one or problem, entries + found
             is_wanted = came is None or came(sum(entry.length for entry in found))
@@ -97,6 +102,7 @@ class EngineTier:
         entries: list[Block] = []
         for key, value in zip(keys, values or [], strict=False):
             if value is not None:
+                self._largest = max(self._largest, len(value))
                 one, entry = _keep(pool, key, value)
                 problem = one or problem
                 if entry is not None:
@@ -125,7 +131,8 @@ class EngineTier:
 
     def push_now(self, tenant: str, block: Outgoing, deadline_s: float) -> bool:
         """Stores a block; False when that did not end in time."""
-        names, values = _names(tenant, [block.key]), [b"".join((block.checksum, block.data.data))]
+        names = _names(tenant, [block.key])
+        values = [b"".join((sealed(block.key, block.checksum), block.data.data))]
         future = self._submit(lambda: self._engine.put(names, values), is_put=True)
         return future is not None and self._has_stored(future, deadline_s)
 
@@ -227,8 +234,8 @@ class EngineTier:
 
     def _push_all(self) -> None:
         while (push := self._pushes.get()) is not None and not self._is_closed:
-            batch = [push]
-            while len(batch) < _PUSH_BLOCKS:
+            batch, size = [push], push.entry.length
+            while len(batch) < _PUSH_BLOCKS and size < _PUSH_BYTES:
                 try:
                     more = self._pushes.get_nowait()
                 except queue.Empty:
@@ -236,6 +243,7 @@ class EngineTier:
                 if more is None:
                     return
                 batch.append(more)
+                size += more.entry.length
             self._push(batch)
 
     def _push(self, batch: list[_Push]) -> None:
@@ -273,18 +281,20 @@ def _name(push: _Push) -> str:
 
 
 def _value(push: _Push) -> bytes:
-    """The stored form of a block: its checksum, then its bytes."""
+    """The stored form of a block: its seal, then its bytes."""
     entry = push.entry
-    return b"".join((entry.checksum, push.pool.view(entry.offset, entry.length).data))
+    return b"".join((sealed(entry.key, entry.checksum), push.pool.view(entry.offset, entry.length).data))
 
 
 def _names(tenant: str, keys: list[bytes]) -> list[str]:
-    """Names in the store: the tenant first, so that access rules can separate tenants."""
-    return [f"ems:{tenant}:{key.hex()}" for key in keys]
+    """Names in the store: the tenant first, so that access rules can separate tenants; then the form of the value.
+    Values without a seal, of earlier versions, have names without a form, and are neither read nor replaced.
+    """
+    return [f"ems:{tenant}:{_FORM}:{key.hex()}" for key in keys]
 
 
 def _keep(pool: Pool, key: bytes, value: memoryview) -> tuple[Cause, Block | None]:
-    """Publish a value of the store if its checksum matches. Returns the problem, and the block, pinned."""
+    """Publish a value of the store if its seal matches. Returns the problem, and the block, pinned."""
     data = value[SUM_BYTES:]
     if len(data) == 0:
         pool.counts.add("corrupt_on_wire")
@@ -296,8 +306,8 @@ def _keep(pool: Pool, key: bytes, value: memoryview) -> tuple[Cause, Block | Non
         return Cause.NONE, begun
     view = pool.view(begun.offset, begun.length).data
     view[:] = data
-    checksum = bytes(value[:SUM_BYTES])
-    if xxhash.xxh3_128_digest(view) != checksum:
+    checksum = xxhash.xxh3_128_digest(view)
+    if sealed(key, checksum) != value[:SUM_BYTES]:
         pool.abandon(begun)
         pool.counts.add("corrupt_on_wire")
         return Cause.CORRUPT, None
