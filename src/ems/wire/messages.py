@@ -74,9 +74,9 @@ def _check_lengths(lengths: list[int]) -> None:
         raise ValueError(f"a block is 1 to {MAX_BLOCK_BYTES} bytes")
 
 
-def _check_seals(seals: bytes, sums: bytes) -> None:
-    if len(seals) not in (0, len(sums)):
-        raise ValueError("seals: not one a key")
+def _check_sums(expected: int, sums: bytes, seals: bytes) -> None:
+    if len(sums) != SUM_BYTES * expected or len(seals) not in (0, len(sums)):
+        raise ValueError("sums or seals: not one a key")
 
 
 @dataclass
@@ -265,8 +265,7 @@ class Found(Message):
 
     def __post_init__(self) -> None:
         _check_counts(len(self.segments), self.offsets, self.lengths)
-        if len(self.sums) != SUM_BYTES * len(self.segments):
-            raise ValueError("sums: not one a block")
+        _check_sums(len(self.segments), self.sums, b"")
 
 
 @dataclass
@@ -350,9 +349,7 @@ class PeerGet(Message):
 
 @dataclass
 class PeerBlocks(Message):
-    """lengths: 0 = not here. The bytes of the others follow the frame in order. seals: of each block, its checksum
-    bound to its key; earlier versions send none.
-    """
+    """lengths: 0 = not here. The bytes of the others follow the frame in order. seals: checksums bound to the keys."""
 
     OP = 21
     lengths: list[int]
@@ -361,17 +358,16 @@ class PeerBlocks(Message):
 
     def __post_init__(self) -> None:
         _check_counts(len(self.lengths), self.lengths)
-        if max(self.lengths, default=0) > MAX_BLOCK_BYTES or len(self.sums) != SUM_BYTES * len(self.lengths):
-            raise ValueError("lengths or sums out of range")
-        _check_seals(self.seals, self.sums)
+        _check_sums(len(self.lengths), self.sums, self.seals)
+        if max(self.lengths, default=0) > MAX_BLOCK_BYTES:
+            raise ValueError(f"a block is at most {MAX_BLOCK_BYTES} bytes")
 
 
 @dataclass
 class PeerPut(Message):
     """Blocks for their home node; the bytes follow the frame. Answer: Saved.
 
-    parents: of each block, the key before it in its chain, or zeros; absent: a chain that follows `parent`. seals: as
-    in PeerBlocks.
+    parents: of each block, the key before it in its chain, or zeros; absent: a chain that follows `parent`.
     """
 
     OP = 22
@@ -389,9 +385,7 @@ class PeerPut(Message):
             raise ValueError("parents: not one a key")
         _check_counts(count, self.lengths)
         _check_lengths(self.lengths)
-        if len(self.sums) != SUM_BYTES * count:
-            raise ValueError("sums: not one a key")
-        _check_seals(self.seals, self.sums)
+        _check_sums(count, self.sums, self.seals)
         if len(self.parent) not in (0, KEY_BYTES):
             raise ValueError("parent: neither empty nor a key")
 

@@ -1,12 +1,14 @@
 """One SQLite file of responses and conversations, bounded in size and separate for each tenant. Used by one thread.
 
 An entry is a response or a conversation: its body, and its items in order, which are a response's input. A response
-that continues another one names it as its parent. Bodies and items are JSON and are not parsed here.
+that continues another one names it as its parent. Bodies and items are JSON and are not parsed here. Each row has a
+seal, a digest of its bytes and of whose they are: what is read under another name than it was stored under is an error.
 """
 
+import hashlib
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -18,26 +20,35 @@ T = TypeVar("T")
 Kind = Literal["response", "conversation"]
 Item = tuple[str, bytes]  # id, JSON
 
-_APPLICATION_ID, _VERSION = 0x6B766C6D, 1
+_APPLICATION_ID, _VERSION = 0x6B766C6D, 2
 _ROW_BYTES = 200  # approximate size of a row without its body
 _SCHEMA = """
 CREATE TABLE entries(
   id TEXT PRIMARY KEY, tenant TEXT NOT NULL, kind TEXT NOT NULL, parent TEXT NOT NULL,
-  used REAL NOT NULL, num_bytes INTEGER NOT NULL, body BLOB NOT NULL);
+  used REAL NOT NULL, num_bytes INTEGER NOT NULL, body BLOB NOT NULL, seal BLOB NOT NULL);
 CREATE INDEX entries_used ON entries(used);
 CREATE INDEX entries_of ON entries(tenant, used);
 CREATE TABLE items(
   owner TEXT NOT NULL REFERENCES entries(id) ON DELETE CASCADE, position INTEGER NOT NULL, id TEXT NOT NULL,
-  body BLOB NOT NULL, PRIMARY KEY(owner, position));
+  body BLOB NOT NULL, seal BLOB NOT NULL, PRIMARY KEY(owner, position));
 CREATE UNIQUE INDEX items_of ON items(owner, id);
 """
-_CHAIN = """
-WITH RECURSIVE chain(id, parent, body, depth) AS (
-  SELECT id, parent, body, 0 FROM entries WHERE id = :id AND tenant = :tenant AND kind = 'response' AND used >= :oldest
+# The SQL function `seal` is _seal; version 1 had no seals.
+_ENTRY_SEAL, _ITEM_SEAL = "seal(id, tenant, kind, parent, body)", "seal(owner, position, id, body)"
+_FROM_1 = f"""
+ALTER TABLE entries ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
+ALTER TABLE items ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
+UPDATE entries SET seal = {_ENTRY_SEAL};
+UPDATE items SET seal = {_ITEM_SEAL};
+"""
+_CHAIN = f"""
+WITH RECURSIVE chain(id, parent, body, is_own, depth) AS (
+  SELECT id, parent, body, seal = {_ENTRY_SEAL}, 0 FROM entries
+  WHERE id = :id AND tenant = :tenant AND kind = 'response' AND used >= :oldest
   UNION ALL
-  SELECT e.id, e.parent, e.body, depth + 1 FROM entries e JOIN chain c ON e.id = c.parent
-  WHERE e.tenant = :tenant AND e.kind = 'response')
-SELECT id, parent, body FROM chain ORDER BY depth
+  SELECT e.id, e.parent, e.body, e.seal = seal(e.id, e.tenant, e.kind, e.parent, e.body), depth + 1
+  FROM entries e JOIN chain c ON e.id = c.parent WHERE e.tenant = :tenant AND e.kind = 'response')
+SELECT id, parent, body, is_own FROM chain ORDER BY depth
 """
 
 
@@ -111,10 +122,10 @@ class Database:
 
     def body(self, tenant: str, kind: Kind, id: str) -> bytes | None:
         found = self._db.execute(
-            "SELECT body FROM entries WHERE id = ? AND tenant = ? AND kind = ? AND used >= ?",
+            f"SELECT body, seal = {_ENTRY_SEAL} FROM entries WHERE id = ? AND tenant = ? AND kind = ? AND used >= ?",
             (id, tenant, kind, self._oldest()),
         ).fetchone()
-        return None if found is None else bytes(found[0])
+        return None if found is None else _own(id, *found)
 
     def set_body(self, tenant: str, kind: Kind, id: str, body: bytes) -> bool:
         """Replace an entry's body. Returns whether there was such an entry. Raises TooLarge."""
@@ -123,7 +134,8 @@ class Database:
             before = self.body(tenant, kind, id)
             if before is None:
                 return False
-            self._db.execute("UPDATE entries SET body = ? WHERE id = ?", (body, id))
+            seal = "seal(id, tenant, kind, parent, ?1)"
+            self._db.execute(f"UPDATE entries SET body = ?1, seal = {seal} WHERE id = ?2", (body, id))
             self._grow(tenant, id, len(body) - len(before))
             return True
 
@@ -133,7 +145,7 @@ class Database:
         """Remove an entry. Returns whether there was such an entry."""
 
         def write() -> bool:
-            is_there = self.body(tenant, kind, id) is not None
+            is_there = self._has(tenant, kind, id)
             if is_there:
                 self._delete("id = ?", (id,))
             return is_there
@@ -144,7 +156,7 @@ class Database:
 
     def page(self, tenant: str, kind: Kind, id: str, page: Page) -> tuple[list[bytes], bool] | None:
         """Items, and whether there are more; None without such an entry. Raises LookupError for an unknown item."""
-        if self.body(tenant, kind, id) is None:
+        if not self._has(tenant, kind, id):
             return None
         wheres, values = ["owner = ?"], [id]
         for other, is_behind in ((page.after, True), (page.before, False)):
@@ -153,16 +165,19 @@ class Database:
                 values.append(self._position(id, other))
         order = "ASC" if page.is_ascending else "DESC"
         rows = self._db.execute(
-            f"SELECT body FROM items WHERE {' AND '.join(wheres)} ORDER BY position {order} LIMIT ?",
+            f"SELECT body, seal = {_ITEM_SEAL} FROM items WHERE {' AND '.join(wheres)} "
+            f"ORDER BY position {order} LIMIT ?",
             (*values, page.limit + 1),
         ).fetchall()
-        return [bytes(body) for (body,) in rows[: page.limit]], len(rows) > page.limit
+        return [_own(id, *row) for row in rows[: page.limit]], len(rows) > page.limit
 
     def item(self, tenant: str, kind: Kind, owner: str, id: str) -> bytes | None:
-        if self.body(tenant, kind, owner) is None:
+        if not self._has(tenant, kind, owner):
             return None
-        found = self._db.execute("SELECT body FROM items WHERE owner = ? AND id = ?", (owner, id)).fetchone()
-        return None if found is None else bytes(found[0])
+        found = self._db.execute(
+            f"SELECT body, seal = {_ITEM_SEAL} FROM items WHERE owner = ? AND id = ?", (owner, id)
+        ).fetchone()
+        return None if found is None else _own(id, *found)
 
     def append(self, tenant: str, conversation: str, items: Sequence[Item]) -> bool:
         """Add items to a conversation. Returns whether there was such a conversation. Raises TooLarge."""
@@ -192,27 +207,27 @@ class Database:
         found: list[tuple[list[bytes], bytes]] = []
         left, parent = max_bytes, ""
         rows = self._db.execute(_CHAIN, {"id": id, "tenant": tenant, "oldest": self._oldest()})
-        for entry, before, body in rows:
-            parent = before
-            items = [bytes(row[0]) for row in self._items(entry, "ASC")]
+        for entry, before, stored, is_own in rows:
+            parent, body = before, _own(entry, stored, is_own)
+            items = list(self._items(entry, "ASC"))
             left -= len(body) + sum(map(len, items))
             if left < 0 and found:
                 return found, False
-            found.append((items, bytes(body)))
+            found.append((items, body))
         if parent:
             raise LookupError(parent)
         return (found, True) if found else None
 
     def latest(self, tenant: str, conversation: str, max_bytes: int) -> tuple[list[bytes], bool] | None:
         """Items of a conversation, latest first, at most about `max_bytes`; and whether these are all."""
-        if self.body(tenant, "conversation", conversation) is None:
+        if not self._has(tenant, "conversation", conversation):
             return None
         found: list[bytes] = []
-        for (body,) in self._items(conversation, "DESC"):
+        for body in self._items(conversation, "DESC"):
             max_bytes -= len(body)
             if max_bytes < 0 and found:
                 return found, False
-            found.append(bytes(body))
+            found.append(body)
         return found, True
 
     # -- inside a transaction
@@ -233,9 +248,9 @@ class Database:
         size, now = entry.num_bytes, self._now()
         self._check(size)
         row = (entry.id, entry.tenant, entry.kind, entry.parent, now, size, entry.body)
-        self._db.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-        rows = ((entry.id, position, id, body) for position, (id, body) in enumerate(entry.items))
-        self._db.executemany("INSERT INTO items VALUES (?, ?, ?, ?)", rows)
+        seal = "seal(?1, ?2, ?3, ?4, ?7)"
+        self._db.execute(f"INSERT INTO entries VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, {seal})", row)
+        self._insert_items(entry.id, 0, entry.items)
         self._count(entry.tenant, 1, size)
         if entry.parent:
             chain = {"id": entry.parent, "tenant": entry.tenant, "oldest": 0}
@@ -243,14 +258,17 @@ class Database:
             self._db.executemany("UPDATE entries SET used = ? WHERE id = ?", ids)
 
     def _append(self, tenant: str, conversation: str, items: Sequence[Item]) -> bool:
-        if self.body(tenant, "conversation", conversation) is None:
+        if not self._has(tenant, "conversation", conversation):
             return False
         (last,) = self._db.execute("SELECT MAX(position) FROM items WHERE owner = ?", (conversation,)).fetchone()
         first = 0 if last is None else last + 1
-        rows = ((conversation, first + i, id, body) for i, (id, body) in enumerate(items))
-        self._db.executemany("INSERT INTO items VALUES (?, ?, ?, ?)", rows)
+        self._insert_items(conversation, first, items)
         self._grow(tenant, conversation, _size(items))
         return True
+
+    def _insert_items(self, owner: str, first: int, items: Sequence[Item]) -> None:
+        rows = ((owner, first + i, id, body) for i, (id, body) in enumerate(items))
+        self._db.executemany("INSERT INTO items VALUES (?1, ?2, ?3, ?4, seal(?1, ?2, ?3, ?4))", rows)
 
     def _grow(self, tenant: str, id: str, by: int) -> None:
         """Record that an entry was used, and has grown by `by` bytes."""
@@ -286,8 +304,15 @@ class Database:
     def _oldest(self) -> float:
         return self._now() - self._limits.max_age_s
 
-    def _items(self, owner: str, order: str) -> sqlite3.Cursor:
-        return self._db.execute(f"SELECT body FROM items WHERE owner = ? ORDER BY position {order}", (owner,))
+    def _has(self, tenant: str, kind: Kind, id: str) -> bool:
+        """Whether there is such an entry, whatever its body."""
+        wanted = (id, tenant, kind, self._oldest())
+        where = "id = ? AND tenant = ? AND kind = ? AND used >= ?"
+        return self._db.execute(f"SELECT 1 FROM entries WHERE {where}", wanted).fetchone() is not None
+
+    def _items(self, owner: str, order: str) -> Iterator[bytes]:
+        select = f"SELECT body, seal = {_ITEM_SEAL} FROM items WHERE owner = ? ORDER BY position {order}"
+        return (_own(owner, *row) for row in self._db.execute(select, (owner,)))
 
     def _position(self, owner: str, id: str) -> str:
         found = self._db.execute("SELECT position FROM items WHERE owner = ? AND id = ?", (owner, id)).fetchone()
@@ -299,6 +324,22 @@ class Database:
 
 def _size(items: Iterable[Item]) -> int:
     return sum(_ROW_BYTES + len(body) for _, body in items)
+
+
+def _seal(*parts: str | int | bytes) -> bytes:
+    """A digest of a row's names and bytes, each with its length."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def _own(name: str, body: bytes, is_own: int) -> bytes:
+    """The body. Raises sqlite3.DatabaseError if it was stored under another name."""
+    if not is_own:
+        raise sqlite3.DatabaseError(f"what lies under {name} is not what was stored there")
+    return bytes(body)
 
 
 def _opened(path: Path) -> sqlite3.Connection:
@@ -328,12 +369,15 @@ def _prepared(db: sqlite3.Connection, path: Path) -> sqlite3.Connection:
         db.execute(f"PRAGMA {pragma}").fetchall()
     db.execute("PRAGMA secure_delete = ON").fetchall()  # overwrite deleted data in the file
     db.execute(f"PRAGMA journal_size_limit = {64 << 20}").fetchall()
+    db.create_function("seal", -1, _seal, deterministic=True)
     (application,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (num_tables,) = db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
     if not num_tables:
         marks = f"PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {_VERSION};"
         db.executescript(f"BEGIN; {_SCHEMA} {marks} COMMIT;")
+    elif (application, version) == (_APPLICATION_ID, 1):
+        db.executescript(f"BEGIN; {_FROM_1} PRAGMA user_version = {_VERSION}; COMMIT;")
     elif (application, version) != (_APPLICATION_ID, _VERSION):
         raise UnusableFile(f"responseStore: {path} is a database of something else; name another file")
     (problem,) = db.execute("PRAGMA quick_check(1)").fetchone()

@@ -66,6 +66,60 @@ def test_what_is_kept_is_there_after_opening_again_and_gone_when_deleted(opened:
     assert database._used == {}
 
 
+def exchange(database: Database, table: str, names: str, *ids: str) -> None:
+    """Give two rows each other's values of some columns."""
+    rows = [database._db.execute(f"SELECT {names} FROM {table} WHERE id = ?", (id,)).fetchone() for id in ids]
+    columns = ", ".join(f"{name} = ?" for name in names.split(", "))
+    for id, row in zip(ids, reversed(rows), strict=True):
+        database._db.execute(f"UPDATE {table} SET {columns} WHERE id = ?", (*row, id))
+
+
+@pytest.mark.parametrize("names", ["body", "body, seal"])
+def test_good_values_under_each_others_names_are_errors_and_can_be_deleted(
+    opened: Callable[..., Database], tmp_path: Path, names: str
+):
+    database = opened()
+    database.put(Entry("r", "a", "response", b"of r"))
+    database.put(Entry("s", "a", "response", b"of s"))
+    exchange(database, "entries", names, "r", "s")
+    for id in "rs":
+        with pytest.raises(sqlite3.DatabaseError, match=f"what lies under {id} is not what was stored there"):
+            database.body("a", "response", id)
+        with pytest.raises(sqlite3.DatabaseError):
+            database.chain("a", id, 1000)
+        assert database.delete("a", "response", id)
+
+
+def test_items_that_changed_places_are_errors(opened: Callable[..., Database]):
+    database = opened()
+    database.put(Entry("c", "a", "conversation", b"{}", [("i", b"1"), ("j", b"2")]))
+    exchange(database, "items", "body, seal", "i", "j")
+    reads: list[Callable[[], object]] = [
+        lambda: database.latest("a", "c", 1000),
+        lambda: database.page("a", "conversation", "c", Page(10)),
+        lambda: database.item("a", "conversation", "c", "i"),
+    ]
+    for read in reads:
+        with pytest.raises(sqlite3.DatabaseError, match="is not what was stored there"):
+            read()
+
+
+def test_a_file_of_the_first_version_is_read_and_written_on(opened: Callable[..., Database], tmp_path: Path):
+    database = opened()
+    database.put(response("r"))
+    database.put(Entry("c", "a", "conversation", b"{}", [("i", b"1")]))
+    database._db.executescript(
+        "ALTER TABLE entries DROP COLUMN seal; ALTER TABLE items DROP COLUMN seal; PRAGMA user_version = 1;"
+    )
+    for _ in range(2):
+        database = opened()
+        assert database.body("a", "response", "r") == b"x" * 10
+        assert database.latest("a", "c", 1000) == ([b"1"], True)
+    database.put(response("s", parent="r"))
+    assert database.append("a", "c", [("j", b"2")])
+    assert len(opened().chain("a", "s", 1000)[0]) == 2
+
+
 def test_tenants_do_not_see_each_other(opened: Callable[..., Database]):
     database = opened()
     database.put(response("r"))
