@@ -17,23 +17,27 @@ _MAX_TIMEOUT_MS = 2**32 - 1  # the wire's deadline field
 class EmsConfig:
     """Configuration of `Ems.init` (spec ems 6.1).
 
-    `cc_config` and `cc_config_v1` are two spellings of one attribute; giving both with different values is an error.
+    `cc_config`, `cc_config_v1` and `config` (table 6-1) are spellings of one attribute; giving several with different
+    values is an error. It may also be the first argument alone, as in that table.
     access_id: 1..512 of [0-9a-z._-]; access_key: 32..256 of [0-9a-zA-Z+/=]. Both None or empty: the default tenant of
     an agent in open mode.
     """
 
     def __init__(
         self,
-        access_id: str | None = None,
+        access_id: "str | CcConfig_v1 | None" = None,
         access_key: str | None = None,
         cc_config: CcConfig_v1 | None = None,
         cc_config_v1: CcConfig_v1 | None = None,
+        config: CcConfig_v1 | None = None,
     ) -> None:
-        if cc_config is not None and cc_config_v1 is not None and cc_config != cc_config_v1:
-            raise invalid_argument("cc_config", "differs from cc_config_v1; give only one of them")
-        self.access_id = access_id
+        first = access_id if isinstance(access_id, CcConfig_v1) else None
+        given = [each for each in (cc_config, cc_config_v1, config, first) if each is not None]
+        if any(each != given[0] for each in given):
+            raise invalid_argument("cc_config", "differs from cc_config_v1 or config; give only one of them")
+        self.access_id = None if isinstance(access_id, CcConfig_v1) else access_id
         self.access_key = access_key
-        self.cc_config = cc_config if cc_config is not None else cc_config_v1
+        self.cc_config = given[0] if given else None
 
     @property
     def cc_config_v1(self) -> CcConfig_v1 | None:

@@ -31,7 +31,22 @@ _PLACES = {
     "doctor": "kvloom.machine.cli:doctor",
 }
 
-app = typer.Typer(cls=group_of(_PLACES), no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+_HINTS = {  # commands of Ollama, vLLM and others
+    "run": "`kvloom serve MODEL` serves a model; `kvloom chat`, in another terminal, talks to it",
+    "list": "`kvloom models` lists the models that are here",
+    "ls": "`kvloom models` lists the models that are here",
+    "ps": "`kvloom doctor` says what this machine has; a server's /v1/models and /metrics say what it serves",
+    "stop": "Ctrl-C, or SIGTERM to its process, ends `kvloom serve`; running requests finish",
+    "show": "`kvloom models` says what is known of a model",
+    "rm": "remove the model's folder in ~/.cache/kvloom/models; `kvloom cache clear` removes packed weights",
+    "version": "`kvloom --version` prints it",
+    "help": "`kvloom --help`, `kvloom COMMAND --help`",
+    "complete": "ask a server's /v1/completions; `kvloom chat` talks to it",
+}
+
+app = typer.Typer(
+    cls=group_of(_PLACES, _HINTS), no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 
 
 def _print_version(is_wanted: bool) -> None:

@@ -52,7 +52,10 @@ def test_defaults_are_those_of_the_table():
 def test_both_spellings_of_cc_config_are_one_attribute():
     one = config()
     assert EmsConfig(cc_config=one).cc_config_v1 is EmsConfig(cc_config_v1=one).cc_config is one
-    assert refused(lambda: EmsConfig(cc_config=one, cc_config_v1=config(rank_id=1))) == "cc_config"
+    assert EmsConfig(config=one).cc_config is EmsConfig(one).cc_config is one  # as table 6-1 prints it
+    assert (EmsConfig(one).access_id, EmsConfig("a" * 8, "b" * 32, one).access_id) == (None, "a" * 8)
+    for other in ({"cc_config_v1": config(rank_id=1)}, {"config": config(rank_id=1)}):
+        assert refused(lambda other=other: EmsConfig(cc_config=one, **other)) == "cc_config"
     assert CcConfig is CcConfig_v1
 
 

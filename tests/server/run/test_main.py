@@ -317,6 +317,9 @@ def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
         ),
         (["pull", "https://example.org/a.gguf"], "is a URL, and nothing here verifies what it gives"),
         (["pull", "/etc/hostname"], "/etc/hostname: "),
+        (["pull", "Qwen/Qwen2.5-0.5B-Instruct"], "`hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir Qwen2.5-0.5B"),
+        (["run", "smollm2"], "there is no command run: `kvloom serve MODEL` serves a model; `kvloom chat`, in another"),
+        (["ps"], "there is no command ps: `kvloom doctor` says what"),
         (["chat", "--url", "http://127.0.0.1:9"], "does not list its models: Connection refused; is it running?"),
     ],
 )

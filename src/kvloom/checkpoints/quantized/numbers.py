@@ -31,3 +31,14 @@ class Numbers:
             if part is not None and part.size and not np.abs(part).max() <= _HIGHEST:  # NaN is not either
                 raise ModelError(f"tensor {name}: a scale is no number below {_HIGHEST:.0f}")
         return self
+
+
+def rotated(values: Floats, size: int) -> Floats:
+    """values [rows, cols] times H / sqrt(size), each `size` columns for themselves; H is Sylvester's matrix."""
+    rows, cols = values.shape
+    half = 1
+    while half < size:
+        pairs = values.reshape(rows, cols // (2 * half), 2, half)
+        values = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
+        half *= 2
+    return np.asarray(values.reshape(rows, cols) * np.float32(size**-0.5), np.float32)

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvloom.checkpoints.quantized.forms import CHANNEL_COLS
-from kvloom.checkpoints.quantized.numbers import Bytes, Floats, Numbers
-from kvloom.checkpoints.quantized.rotations import rotated
+from kvloom.checkpoints.quantized.numbers import Bytes, Floats, Numbers, rotated
 from kvloom.checkpoints.quantized.scheme import Scheme
 from kvloom.contract.errors import ModelError
 

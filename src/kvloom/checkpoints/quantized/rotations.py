@@ -7,9 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from kvloom.checkpoints.quantized.numbers import Floats
 from kvloom.contract.errors import ModelError
 
 TARGET = re.compile(r"Linear|(re:(\.\*)?)?[\w.]*\w\$?")  # of compressed-tensors; other patterns could take for ever
@@ -48,14 +45,3 @@ def _matches(module: str, targets: Sequence[str]) -> bool:
         if found:
             return True
     return False
-
-
-def rotated(values: Floats, size: int) -> Floats:
-    """values [rows, cols] times H / sqrt(size), each `size` columns for themselves; H is Sylvester's matrix."""
-    rows, cols = values.shape
-    half = 1
-    while half < size:
-        pairs = values.reshape(rows, cols // (2 * half), 2, half)
-        values = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
-        half *= 2
-    return np.asarray(values.reshape(rows, cols) * np.float32(size**-0.5), np.float32)

@@ -13,6 +13,7 @@ from kvloom.contract.errors import BadRequest
 from kvloom.server.config.key import Key
 from kvloom.server.config.keys import LAYOUT_1
 from kvloom.server.config.reading import Mistakes
+from kvloom.server.run.installation import lay
 from kvloom.server.run.launch import notes_of, read_settings
 from kvloom.server.run.preflight import problems
 
@@ -49,7 +50,11 @@ def init(
         file.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         with os.fdopen(os.open(file, flags, 0o640), "w", encoding="utf-8") as out:
             out.write(starting_point(https))
-    except FileExistsError:
+        if file.parent.name == "conf":
+            lay(file.parent.absolute().parent)
+    except FileExistsError as error:
+        if Path(error.filename) != file:
+            raise BadRequest(str(file), f"cannot be written: {error.filename} is no folder") from None
         raise BadRequest(str(file), "is there already; give another name, or --force") from None
     except OSError as error:
         raise BadRequest(str(file), f"cannot be written: {error.strerror}") from None
