@@ -20,13 +20,11 @@ from kvloom.contract.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk: its shape, its tensors, the end-of-sequence ids, and how its embeddings are made."""
+    """A model on disk: its shape, its tensors, and how its embeddings are made."""
 
     path: Path
     spec: DecoderSpec
     weights: WeightSource
-    eos_ids: frozenset[int]
-    bos_id: int | None
     embedding: Embedding
     unread: tuple[str, ...] = ()  # names of tensors that nothing reads
     stamp: Stamp = field(default_factory=list)  # stamp of the files before they were opened
@@ -64,7 +62,6 @@ def _open_folder(folder: Path) -> Checkpoint:
     if spec.tie_embeddings and source.has_own_head():  # as transformers does since 5.23
         spec = replace(spec, tie_embeddings=False)
         source = folder_file.SafetensorsSource(folder, file_shapes(layout, spec), family.names, scheme)
-    bos_id = config.get("bos_token_id")
     if name.endswith(CLASSIFIER) and spec.encoder is not None:
         embedding = encoder_classes(config, source, spec.hidden, family.name)
     elif name.endswith(CLASSIFIER):
@@ -75,8 +72,6 @@ def _open_folder(folder: Path) -> Checkpoint:
         folder,
         spec,
         CheckedWeights(adapted(source, layout, spec), folder),
-        folder_file.stop_ids(folder, config),
-        bos_id if isinstance(bos_id, int) else None,
         embedding,
         tuple(source.unread()),
     )
@@ -92,13 +87,10 @@ def _open_gguf(path: Path) -> Checkpoint:
     layout = gguf_layout(family)
     source = gguf_file.GgufSource(file, file_shapes(layout, spec), heads, family.gguf_names)
     metadata = file.header.metadata
-    ids = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     return Checkpoint(
         path,
         spec,
         CheckedWeights(adapted(source, layout, spec), path),
-        frozenset(int(i) for i in ids if i is not None),
-        metadata.get("tokenizer.ggml.bos_token_id"),
         Embedding(
             gguf_pooling(metadata.get(f"{arch}.pooling_type"), _otherwise(spec)),
             spec.hidden,

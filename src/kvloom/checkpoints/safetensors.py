@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -228,16 +227,6 @@ def _entries(path: Path, file: MappedFile) -> dict[str, Entry]:
         about = f"tensor {error.tensor[:200]} " if error.tensor else ""
         raise ModelError(f"{path}: damaged or cut short: {about}{error}") from None
     return entries
-
-
-def stop_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """End-of-sequence ids: generation_config.json over config.json; either holds one id or a list."""
-    path = folder / "generation_config.json"
-    value = (read_object(path) if path.exists() else {}).get("eos_token_id", config.get("eos_token_id"))
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) for i in ids):
-        raise ModelError(f"{folder}: eos_token_id must be a token id or a list of them, got {value!r:.80}")
-    return frozenset(ids)
 
 
 def _weight_files(folder: Path) -> list[Path]:

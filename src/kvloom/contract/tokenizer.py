@@ -14,6 +14,10 @@ class Tokenizer(Protocol):
         """Tokens that end an answer; may be empty."""
 
     @property
+    def eos_id(self) -> int | None:
+        """The token of eos_ids that ends a text, to be shown; None without one."""
+
+    @property
     def bos_id(self) -> int | None:
         """The token that begins a text; None without one."""
 

@@ -15,6 +15,10 @@ class ByteTokenizer:
     vocab_size = VOCAB_SIZE
     special_texts: frozenset[str] = frozenset()  # its special tokens are never read from a text
 
+    @property
+    def eos_id(self) -> int | None:
+        return min(self.eos_ids, default=None)
+
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return list(text.encode("utf-8", errors="replace"))
 

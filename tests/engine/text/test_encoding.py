@@ -7,7 +7,7 @@ import unicodedata
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as FastTokenizer
@@ -169,6 +169,7 @@ def rendered(name: str, texts: tuple[str, str]) -> list[int]:
 @pytest.mark.parametrize("name", ALL)
 @given(first=chunks, second=chunks)
 def test_texts_without_special_tokens_are_the_tokens_they_were(name: str, first: str, second: str):
+    assume(not any(special in first or special in second for special in SPECIAL))
     whole = trained(name).encode(FRAME.format(first, second), add_special_tokens=False).ids
     assert rendered(name, (first, second)) == whole
 

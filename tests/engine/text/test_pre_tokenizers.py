@@ -31,6 +31,17 @@ def pieces(pre: str) -> list[str]:
         ("olmo", ["HelloWorld", " it", "'s", " 12345", "\n\n", " x", "/", "y"]),
         ("refact", ["HelloWorld", " it", "'s", " ", *"12345", "\n\n", " x", "/", "y"]),
         ("smollm", ["HelloWorld", " it", "'s", " ", *"12345", "\n\n", " x", "/", "y"]),
+        ("tekken", ["Hello", "World", " it", "'s", " ", *"12345", *TAIL]),
+        ("qwen35", [*WORDS, *"12345", *TAIL]),
+        ("deepseek-llm", ["HelloWorld", " it", "'", "s", " ", "12345", "\n", "\n", " x", "/", "y"]),
+        ("deepseek-coder", ["HelloWorld", " it", "'", "s", " ", *"12345", "\n", "\n", " x", "/", "y"]),
+        ("deepseek-v3", ["HelloWorld", " it", "'s", " ", "123", "45", "\n\n", " x", "/y"]),
+        ("falcon", ["HelloWorld", " it", "'", "s", " ", "123", "45", "\n\n", " x", "/", "y"]),
+        ("default", ["HelloWorld", " it", "'", "s", " ", "123", "45", "\n\n", " x", "/", "y"]),
+        ("bloom", ["HelloWorld", " it's", " 12345", "\n\n", " x/y"]),
+        ("viking", ["HelloWorld", " it's", " ", *"12345", "\n\n", " x/y"]),
+        ("seed-coder", [*WORDS, *"12345", *TAIL]),
+        ("minicpm5", [*WORDS, "123", "45", *TAIL]),
     ],
 )
 def test_a_text_is_cut_as_the_models_tokenizer_was_trained_to(pre: str, wanted: list[str]):
@@ -38,5 +49,5 @@ def test_a_text_is_cut_as_the_models_tokenizer_was_trained_to(pre: str, wanted: 
 
 
 def test_an_unknown_one_is_refused_by_name():
-    with pytest.raises(ModelError, match="pre-tokenizer 'klingon' is not known; known are llama-bpe"):
+    with pytest.raises(ModelError, match="pre-tokenizer 'klingon' is not known; known are gpt-2"):
         pieces("klingon")

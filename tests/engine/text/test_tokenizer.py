@@ -74,7 +74,8 @@ def test_lone_surrogates_become_replacement_characters(smollm2):
 
 
 def test_ends_and_special_tokens(smollm2):
-    assert smollm2.eos_ids == {2}
+    assert [smollm2.token_text(id) for id in sorted(smollm2.eos_ids)] == ["<|endoftext|>", "<|im_end|>", "<reponame>"]
+    assert smollm2.eos_id == 2
     assert smollm2.bos_id == 1
     assert smollm2.is_special(2)
     assert not smollm2.is_special(19556)
@@ -130,6 +131,13 @@ def test_a_folder_names_its_ends_and_its_templates(tmp_path):
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi!"
     (folder / "chat_template.jinja").write_text("{{ messages|length }}{{ eos_token }}")
     assert load_tokenizer(folder).apply_chat_template([{}]) == "1<eos>"
+
+
+def test_ends_are_those_of_the_generation_config_before_those_of_the_model(tmp_path):
+    folder = byte_level_folder(tmp_path)
+    assert load_tokenizer(folder).eos_ids == {3}
+    (folder / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
+    assert load_tokenizer(folder).eos_ids == {4, 5}
 
 
 def test_templates_by_name_and_with_arguments(tmp_path):

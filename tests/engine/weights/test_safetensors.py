@@ -39,14 +39,6 @@ def test_the_three_floating_types_are_read_exactly(tmp_path, dtype):
         assert np.array_equal(source.tensor(name).float32(), model.state_dict()[key].float())
 
 
-def test_end_of_sequence_ids_come_from_the_generation_config_first(folder):
-    edit_config(folder, eos_token_id=3)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    assert open_checkpoint(folder).eos_ids == {3}
-    (folder / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
-    assert open_checkpoint(folder).eos_ids == {4, 5}
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

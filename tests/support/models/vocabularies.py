@@ -164,3 +164,8 @@ def vocabulary(kind: str, **values: Any) -> Tokenizer:
         is_byte_level=is_byte_level(made.decoder),
         templates=ChatTemplates({"default": TEMPLATE}, {"bos_token": "<s>", "eos_token": "<end>"}),
     )
+
+
+def byte_letters() -> tuple[str, ...]:
+    """The 256 letters of a byte-level vocabulary, in the order of the bytes."""
+    return tuple(_ALPHABET[byte] for byte in range(256))

@@ -1,6 +1,6 @@
 """The tokenizer inside a GGUF file, rebuilt with the `tokenizers` library."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
@@ -8,26 +8,13 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import BPE
 
 from kvloom.contract.errors import ModelError
+from kvloom.engine.text.gguf_ends import CONTROL, named_id, token_types
+from kvloom.engine.text.splits import SPLITTINGS, Splitting
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types of GGUF
+UNKNOWN, USER_DEFINED = 2, 4  # token types of GGUF
+_NEVER_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_ENDINGS}"
-)
-SPLITS = {  # tokenizer.ggml.pre -> how text is split before the byte-level merges
-    "llama-bpe": WORDS + r"\p{N}{1,3}" + REST,
-    "llama3": WORDS + r"\p{N}{1,3}" + REST,
-    "dbrx": WORDS + r"\p{N}{1,3}" + REST,
-    "gpt-4o": O200K + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "qwen2": WORDS + r"\p{N}" + REST,
-}
-GPT2_LIKE = ("gpt-2", "default", "olmo", "smollm", "refact")
 _MAX_PIECE = 4096  # characters of a token, which is cut at each of them; those of known vocabularies have below 100
-_SINGLE_DIGITS = ("smollm", "refact")
 
 
 def build_fast_tokenizer(meta: Mapping[str, Any], file: str) -> FastTokenizer:
@@ -35,41 +22,66 @@ def build_fast_tokenizer(meta: Mapping[str, Any], file: str) -> FastTokenizer:
     kind, tokens = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.tokens")
     if not kind or not tokens:
         raise ModelError(f"{file}: holds no tokenizer (tokenizer.ggml.model and .tokens)")
+    with_bos = True
     if kind == "gpt2":
-        fast, with_bos = _byte_level(meta, tokens, file), False
+        splitting = _splitting(meta, file)
+        fast, with_bos = _byte_level(meta, tokens, splitting), splitting.with_bos
     elif kind == "llama":
-        fast, with_bos = _sentence_piece(meta, tokens, file), True
+        fast = _sentence_piece(meta, tokens, file)
+    elif kind == "gemma4":
+        fast = _marked_bpe(meta, tokens)
     else:
-        raise ModelError(f"{file}: tokenizer {kind!r} is not known; known are gpt2 and llama")
-    types = meta.get("tokenizer.ggml.token_type") or []
-    fast.add_tokens(  # all at once: each call walks through all of them
-        [
-            AddedToken(text, normalized=False, special=token_type != USER_DEFINED)
-            for text, token_type in zip(tokens, types, strict=False)
-            if token_type in (CONTROL, USER_DEFINED) or (token_type == UNKNOWN and kind == "llama")
-        ]
-    )
+        raise ModelError(f"{file}: tokenizer {kind!r} is not known; known are gpt2, llama and gemma4")
+    fast.add_tokens(_added(meta, tokens))  # all at once: each call walks through all of them
     _add_ends(fast, meta, tokens, with_bos)
     return fast
 
 
-def _byte_level(meta: Mapping[str, Any], tokens: list[str], file: str) -> FastTokenizer:
+def _added(meta: Mapping[str, Any], tokens: Sequence[str]) -> list[AddedToken]:
+    """The tokens that are found in a text before it is split."""
+    types = token_types(meta)
+    strips = _strips_behind(meta)
+    return [
+        AddedToken(text, normalized=False, special=kind != USER_DEFINED, rstrip=strips and text not in _NEVER_STRIPPED)
+        for text, kind in zip(tokens, types, strict=False)
+        if kind in (CONTROL, USER_DEFINED) or (kind == UNKNOWN and meta["tokenizer.ggml.model"] != "gpt2")
+    ]
+
+
+def _strips_behind(meta: Mapping[str, Any]) -> bool:
+    """Whether special tokens take the white space behind them. Files do not say so: llama.cpp goes by the name."""
+    return any(name in str(meta.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
+
+
+def _splitting(meta: Mapping[str, Any], file: str) -> Splitting:
     pre = meta.get("tokenizer.ggml.pre", "default")
-    if pre not in SPLITS and pre not in GPT2_LIKE:
-        known = ", ".join([*SPLITS, *GPT2_LIKE])
-        raise ModelError(f"{file}: pre-tokenizer {pre!r} is not known; known are {known}")
-    merges = [tuple(merge.split(" ", 1)) for merge in meta.get("tokenizer.ggml.merges") or []]
+    if pre not in SPLITTINGS:
+        raise ModelError(f"{file}: pre-tokenizer {pre!r} is not known; known are {', '.join(SPLITTINGS)}")
+    return SPLITTINGS[pre]
+
+
+def _merges(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
+    halves = (merge.partition(" ") for merge in meta.get("tokenizer.ggml.merges") or [])
+    return [(left, right) for left, _, right in halves]
+
+
+def _byte_level(meta: Mapping[str, Any], tokens: list[str], splitting: Splitting) -> FastTokenizer:
     vocab = {text: i for i, text in enumerate(tokens)}
-    fast = FastTokenizer(BPE(vocab, merges, ignore_merges=pre in ("llama-bpe", "llama3")))
-    if pre in SPLITS:
-        split = pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated")
-        fast.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    else:
-        digits = [pre_tokenizers.Digits(individual_digits=True)] if pre in _SINGLE_DIGITS else []
-        fast.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    if pre == "qwen2":
+    fast = FastTokenizer(BPE(vocab, _merges(meta), ignore_merges=splitting.ignores_merges))
+    fast.pre_tokenizer = splitting.pre_tokenizer()
+    if splitting.composes:
         fast.normalizer = normalizers.NFC()
     fast.decoder = decoders.ByteLevel()
+    return fast
+
+
+def _marked_bpe(meta: Mapping[str, Any], tokens: list[str]) -> FastTokenizer:
+    """Merges over whole lines, with U+2581 for spaces; newlines stay together."""
+    vocab = {text: i for i, text in enumerate(tokens)}
+    fast = FastTokenizer(BPE(vocab, _merges(meta), byte_fallback=True, ignore_merges=True))
+    fast.normalizer = normalizers.Replace(" ", "▁")
+    fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return fast
 
 
@@ -87,7 +99,7 @@ def _sentence_piece(meta: Mapping[str, Any], tokens: list[str], file: str) -> Fa
             if left in vocab and right in vocab:
                 pairs.append((-scores[i], vocab[left], vocab[right], left, right))
     merges = [(left, right) for *_, left, right in sorted(pairs)]
-    unknown = tokens[meta.get("tokenizer.ggml.unknown_token_id", 0)]
+    unknown = tokens[named_id(meta, "unknown") or 0]
     fast = FastTokenizer(BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     has_prefix = meta.get("tokenizer.ggml.add_space_prefix", True)
     prefix = [normalizers.Prepend("▁")] if has_prefix else []
@@ -99,7 +111,7 @@ def _sentence_piece(meta: Mapping[str, Any], tokens: list[str], file: str) -> Fa
 
 def _add_ends(fast: FastTokenizer, meta: Mapping[str, Any], tokens: list[str], with_bos: bool) -> None:
     """Add the begin and end tokens around each text that the file asks for."""
-    bos, eos = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
+    bos, eos = (named_id(meta, name) for name in ("bos", "eos"))
     pieces, ids = ["$A"], []
     if meta.get("tokenizer.ggml.add_bos_token", with_bos) and bos is not None:
         pieces.insert(0, tokens[bos])

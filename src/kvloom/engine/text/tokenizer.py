@@ -14,6 +14,7 @@ from kvloom.contract.config import MAX_COUNT
 from kvloom.contract.errors import ModelError
 from kvloom.engine.text.chat_template import ChatTemplates
 from kvloom.engine.text.encoding import Encoder
+from kvloom.engine.text.gguf_ends import end_ids, named_id
 from kvloom.engine.text.gguf_tokenizer import build_fast_tokenizer
 from kvloom.engine.text.spelling import Spelling, is_byte_level, joined
 
@@ -27,6 +28,7 @@ class SpecialTokens:
     all_ids: frozenset[int]
     eos_ids: frozenset[int]  # end of an answer
     bos_id: int | None  # beginning of a text
+    eos_id: int | None = None  # the one of eos_ids that ends a text; None = the smallest
 
 
 class Tokenizer:
@@ -47,6 +49,7 @@ class Tokenizer:
         self._is_byte_level = is_byte_level
         self._templates = templates
         self.eos_ids, self.bos_id = special.eos_ids, special.bos_id
+        self.eos_id = min(special.eos_ids, default=None) if special.eos_id is None else special.eos_id
         self.vocab_size: int = vocab_size or fast.get_vocab_size(with_added_tokens=True)
         self.special_texts = frozenset(
             token.content for i, token in fast.get_added_tokens_decoder().items() if i in special.all_ids
@@ -139,19 +142,20 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 def _load_gguf(path: Path) -> Tokenizer:
     meta = read_metadata(path)
     fast = build_fast_tokenizer(meta, str(path))
-    ids: dict[str, Any] = {name: meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
-    begins, *ends = (_ids(path, f"tokenizer.ggml.{name}_token_id", named) for name, named in ids.items())
+    for name in ("bos", "eos", "eot", "eom"):
+        _ids(path, f"tokenizer.ggml.{name}_token_id", meta.get(f"tokenizer.ggml.{name}_token_id"))
+    named = {name: named_id(meta, name) for name in ("bos", "eos")}
     prefix = "tokenizer.chat_template"
     templates = {k[len(prefix) + 1 :]: v for k, v in meta.items() if k.startswith(prefix + ".")}
     if prefix in meta:
         templates["default"] = meta[prefix]
     return Tokenizer(
         fast,
-        SpecialTokens(_special_ids(fast), frozenset[int]().union(*ends), next(iter(begins), None)),
+        SpecialTokens(_special_ids(fast), end_ids(meta), named["bos"], named["eos"]),
         is_byte_level=meta["tokenizer.ggml.model"] == "gpt2",
         templates=ChatTemplates(
             templates,
-            {f"{name}_token": "" if ids[name] is None else fast.id_to_token(ids[name]) for name in ("bos", "eos")},
+            {f"{name}_token": "" if id is None else fast.id_to_token(id) for name, id in named.items()},
         ),
     )
 

@@ -48,7 +48,7 @@ class TgiWriter(Folding):
         if not delta.token_ids and not delta.finish_reason:
             return b""
         tokenizer = self._service.tokenizer
-        token_id = delta.token_ids[0] if delta.token_ids else min(tokenizer.eos_ids, default=0)
+        token_id = delta.token_ids[0] if delta.token_ids else tokenizer.eos_id or 0
         logprob = delta.logprobs[0] if delta.logprobs else None
         answer, is_last = self.answers[choice], delta.finish_reason is not None
         told: dict[str, Any] = {

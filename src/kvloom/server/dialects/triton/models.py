@@ -38,13 +38,13 @@ def model_metadata(service: GenerationService, version: str) -> dict[str, Any]:
 def model_config(service: GenerationService) -> dict[str, Any]:
     """Memory sizes in GB as configured; -1 is measured."""
     card = service.card
-    eos_ids = sorted(service.tokenizer.eos_ids)
+    eos_id = service.tokenizer.eos_id
     return {
         "model_name": service.name,
         "input_datatype": "INT64",
         "output_datatype": "INT64",
         "max_seq_len": service.engine.max_seq_len,
-        "eos_token_id": str(eos_ids[0]) if eos_ids else None,
+        "eos_token_id": None if eos_id is None else str(eos_id),
         "npu_mem_size": card.npu_mem_gb,
         "cpu_mem_size": card.cpu_mem_gb,
         "world_size": card.world_size,

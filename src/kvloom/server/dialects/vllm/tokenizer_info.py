@@ -39,7 +39,7 @@ def _encode(service: GenerationService) -> bytes:
     """For a GGUF file, which has no tokenizer_config.json, made from the tokenizer alone."""
     tokenizer = service.tokenizer
     special = [id for id in range(tokenizer.vocab_size) if tokenizer.is_special(id)]
-    eos = min(tokenizer.eos_ids, default=None)
+    eos = tokenizer.eos_id
     made = {
         "tokenizer_class": _CLASS,
         "bos_token": None if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
