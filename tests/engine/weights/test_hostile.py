@@ -174,7 +174,7 @@ def test_what_is_no_plain_file_is_not_waited_for(name, kind, tmp_path):
     if name == MAY_BE_ABSENT:
         fast("Gemma").save(str(folder / "tokenizer.json"))
     read = load_tokenizer if name in ("tokenizer.json", MAY_BE_ABSENT) else open_checkpoint
-    with pytest.raises(ModelError, match=re.escape(str(folder / name))):
+    with pytest.raises(ModelError, match=re.escape(str(folder if name == "tokenizer.json" else folder / name))):
         read(folder)
 
 
