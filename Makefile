@@ -3,6 +3,7 @@ PY ?= python3
 BIN := .venv/bin
 
 # What serving needs is installed with uv if it is available (UV= avoids it), else with pip; both show their downloads.
+# Meanwhile kvloom.prepare fetches the demo model and compiles the kernels.
 UV ?= $(shell command -v uv)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
@@ -13,8 +14,10 @@ install: .venv/.serving
 setup: .venv/.installed
 
 .venv/.serving: pyproject.toml constraints.txt
+	@sh tools/python.sh $(PY) $(UV)
 	$(if $(UV),$(UV) venv --allow-existing --python $(PY) .venv,$(PY) -m venv .venv)
-	$(if $(UV),$(UV) pip install --python $(BIN)/python,$(PIP)) -c constraints.txt -e .
+	PYTHONPATH=src $(PY) -m kvloom.prepare & $(if $(UV),$(UV) pip install --python $(BIN)/python,$(PIP)) -c constraints.txt -e . \
+	  && wait || { kill $$! 2>/dev/null; exit 1; }
 	touch $@
 
 .venv/.installed: .venv/.serving

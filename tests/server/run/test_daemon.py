@@ -49,7 +49,7 @@ def generate(url: str, model: str, **parameters: Any) -> dict[str, Any]:
 def test_it_says_the_line_that_deployers_wait_for_and_logs_to_its_file(tmp_path):
     config, pid_file = install(tmp_path, ("llama_65b", "baichuan")), tmp_path / "daemon.pid"
     with serving([*DAEMON, "--config", str(config), "--pid-file", str(pid_file)]) as daemon:
-        assert daemon.lines[0] == "Daemon start success!"
+        assert daemon.lines[:3] == ["loading llama_65b ...", "loading baichuan ...", "Daemon start success!"]
         assert pid_file.read_text() == f"{daemon.process.pid}\n"
         names = [card["id"] for card in httpx.get(daemon.url + "/v1/models").json()["data"]]
         assert names == ["llama_65b", "baichuan"]

@@ -119,7 +119,7 @@ def compile_library(isa: str, target: Path) -> None:
     compiler = find_compiler()
     if compiler is None:
         raise ModelError("the CPU kernels need a C++ compiler (g++ or clang++) once, and none was found")
-    log.info("compiling the CPU kernels (%s) into %s, once", _library(isa), target.parent)
+    log.warning("compiling the CPU kernels (%s) into %s, once; it takes about a minute", _library(isa), target.parent)
     target.parent.mkdir(parents=True, exist_ok=True)
     command: list[str | Path] = [compiler, *COMMON_FLAGS, *ISAS[isa][0], f"-I{SOURCES}"]
     num_cores = len(os.sched_getaffinity(0))

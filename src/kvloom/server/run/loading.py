@@ -119,8 +119,9 @@ def beside(config: EngineConfig, promised_bytes: int, later: Sequence[EngineConf
 
 @contextlib.contextmanager
 def _bar(text: str) -> Iterator[Progress]:
-    """A progress bar, visible in a terminal only."""
+    """A progress bar; where there is no terminal, a line that says what is being done."""
     if not sys.stderr.isatty():
+        print(f"{text} ...", file=sys.stderr, flush=True)
         yield lambda done, total: None
         return
     bars: Any = import_module("kvloom.client.bars")
