@@ -37,7 +37,16 @@ _TENSOR = re.compile(
     r"\.lora_([AB])\.weight"
 )
 _OF_PICTURES = re.compile(r"base_model\.model\.(model\.)?(vision_tower|multi_modal_projector)\..*")
-_READ = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules")
+_READ = (
+    "peft_type",
+    "alora_invocation_tokens",
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "target_modules",
+)
 _INERT = (  # notes, settings of the training, and what the names and shapes of tensors tell as well; peft 0.21.2
     *("auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type", "inference_mode"),
     *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "lora_dropout", "megatron_core"),
@@ -73,6 +82,7 @@ class AdapterFile:
     modules: Mapping[str, LoraModule] = field(repr=False)  # by canonical name: "layers.0.q"
     tensors: Mapping[str, Entry] = field(repr=False)  # by their names in the file
     data: bytes = field(repr=False)  # of the safetensors file
+    invocation: tuple[int, ...] = ()  # acts from the last such tokens of a prompt on (Activated LoRA); () = on all
 
     @property
     def rank(self) -> int:
@@ -96,7 +106,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None) -> 
     if not data.startswith(header):
         raise BadRequest(FIELD, f"{WEIGHTS_FILE} has changed while it was read")
     digest = hashlib.sha256(hashlib.sha256(text).digest() + hashlib.sha256(data).digest()).hexdigest()
-    return AdapterFile(digest, modules, tensors, data)
+    return AdapterFile(digest, modules, tensors, data, config.invocation)
 
 
 def read_digest(folder: Path) -> tuple[str, int]:
@@ -124,6 +134,9 @@ class _Config:
         key = unknown_field(config, (*_READ, *_INERT), _PLAIN)
         if key is not None:
             raise _bad(f"{key[:80]} is not supported, got {config[key]!r:.80}")
+        self.invocation = _tokens(config.get("alora_invocation_tokens"))
+        if self.invocation and config.get("task_type", "CAUSAL_LM") != "CAUSAL_LM":
+            raise _bad(f'task_type must be "CAUSAL_LM" with alora_invocation_tokens, got {config["task_type"]!r:.80}')
         self._rank = _rank(config.get("r"), "r")
         self._alpha = _number(config.get("lora_alpha", 8), "lora_alpha")
         self._ranks, self._alphas = (_pattern(config, key) for key in ("rank_pattern", "alpha_pattern"))
@@ -237,6 +250,13 @@ def _rank(value: Any, key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANK:
         raise _bad(f"{key} must be a whole number from 1 to {MAX_RANK}, got {value!r:.80}")
     return value
+
+
+def _tokens(value: Any) -> tuple[int, ...]:
+    tokens = [] if value is None else value
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in tokens):
+        raise _bad(f"alora_invocation_tokens must be a list of token ids, got {value!r:.80}")
+    return tuple(tokens)
 
 
 def _number(value: Any, key: str) -> float:

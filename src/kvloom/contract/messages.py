@@ -28,6 +28,7 @@ class NewSeq(msgspec.Struct, array_like=True):
     adapter: int = 0  # id of LoadAdapter; 0 = the base model
     answer: list[int] = []
     second: int = 0  # as in Request
+    adapter_from: int = 0  # position from which on the adapter acts; no work has tokens on both sides of it
 
 
 class Work(msgspec.Struct, array_like=True):
@@ -207,6 +208,7 @@ class AdapterInfo(msgspec.Struct, array_like=True, frozen=True):
     digest: str  # hex SHA-256 of its files
     rank: int  # the largest rank of its modules
     num_bytes: int  # bytes in this rank
+    invocation: list[int] = []  # of AdapterFile
 
 
 class RankSetup(msgspec.Struct, array_like=True):

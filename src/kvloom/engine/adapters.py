@@ -1,14 +1,17 @@
 """Adapters: which LoRA adapters the ranks of one model hold. Owned by the engine's thread, used between steps."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvloom.checkpoints.lora import FIELD
 from kvloom.contract.errors import BadRequest, NotFound
 from kvloom.contract.messages import AdapterInfo
+from kvloom.contract.request import Request
 from kvloom.engine.link.executor import Process
+from kvloom.engine.schedule.blocks import Scope, Switch, adapter_salt
 
 MAX_ADAPTERS = 64  # loaded at once
+NEVER = 1 << 62  # position of what a prompt does not contain
 _LOST = "the adapter was lost when the model restarted"
 
 
@@ -66,6 +69,13 @@ class Adapters:
             raise NotFound("the adapter was unloaded")
         return self._loaded[id].info.digest
 
+    def scope(self, request: Request) -> Scope:
+        """Salt and switch of a request's blocks. Raises NotFound when its adapter is gone."""
+        digest = self.digest(request.adapter)
+        if not digest or not (wanted := self._loaded[request.adapter].info.invocation):
+            return Scope(adapter_salt(request.cache_salt, digest))
+        return Scope(request.cache_salt, Switch(last_of(wanted, request.prompt_ids), digest))
+
     def sweep(self) -> None:
         """Drop the leaving adapters that no sequence uses any more. Raises RankDied."""
         for id in self._leaving.difference(self._used()) if self._leaving else ():
@@ -95,3 +105,10 @@ class Adapters:
                 self._ending[id] = f"{_LOST}: its files have changed"
         ending, self._ending = self._ending, {}
         return ending
+
+
+def last_of(wanted: Sequence[int], prompt_ids: Sequence[int]) -> int:
+    """Where the last `wanted` tokens of a prompt begin, as peft finds them; NEVER when it has none."""
+    wanted = tuple(wanted)
+    starts = range(len(prompt_ids) - len(wanted), -1, -1)
+    return next((at for at in starts if tuple(prompt_ids[at : at + len(wanted)]) == wanted), NEVER)

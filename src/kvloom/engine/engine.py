@@ -27,7 +27,7 @@ from kvloom.engine.link.executor import Executor
 from kvloom.engine.live import Arrivals, Fresh, Live, oldest_wait_s
 from kvloom.engine.schedule.again import Again
 from kvloom.engine.schedule.ahead import may_follow, must_wait
-from kvloom.engine.schedule.blocks import BlockPool, adapter_salt, extend_chain
+from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.commit import apply_step, check, commit_step, is_stale, release_seq, swap_out
 from kvloom.engine.schedule.lookup import lookup_of
 from kvloom.engine.schedule.pace import Pace
@@ -116,15 +116,14 @@ class Engine:
         check_giving(request, self._executor.info, self._transfers.pool if self.config.kv_tier else None)
         if request.id in self._by_request:
             raise BadRequest("request_id", f"{request.id!r} is in use by a running request")
-        salt = adapter_salt(request.cache_salt, self.adapters.digest(request.adapter))
-        live = self._arrivals.live(request, self.max_seq_len, salt, self._clock())
+        live = self._arrivals.live(request, self.max_seq_len, self.adapters.scope(request), self._clock())
         request, seq = live.request, live.seq
         seq.priority = request.priority
         seq.turn = self._turns.turn(live.arrival_s, seq.max_len, request.tenant, request.priority, request.slo_s)
         seq.is_whole, seq.is_scored = self._executor.info.sees_ahead, request.params.prompt_logprobs is not None
         seq.may_reuse = request.may_reuse and not seq.is_whole
         seq.giving = giving_of(request, self._limits.block_size)
-        extend_chain(seq.hashes, seq.token_ids, self._limits.block_size, seq.salt)
+        seq.extend_hashes(self._limits.block_size)
         live.lookup = lookup_of(self.config)
         seq.may_run_ahead = live.lookup is None  # a draft follows from the last token, so that must be known
         self._counts.add("total_requests")

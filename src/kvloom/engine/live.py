@@ -10,6 +10,7 @@ from kvloom.contract.messages import Logprob, NewSeq, PromptLogprobs, Sample
 from kvloom.contract.request import Delta, FinishReason, Request, TokenLogprob, capped
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.counts import Counts
+from kvloom.engine.schedule.blocks import BASE, Scope
 from kvloom.engine.schedule.commit import forget_rank
 from kvloom.engine.schedule.lookup import PromptLookup
 from kvloom.engine.schedule.seq import Seq, Status
@@ -49,7 +50,8 @@ class Live:
         request, seq = self.request, self.seq
         known = seq.token_ids[: seq.num_prompt], seq.token_ids[seq.num_prompt :]
         about = request.pooling, request.adapter
-        return NewSeq(seq.id, known[0], request.params, self.seed, *about, known[1], request.second)
+        begin = seq.switch.at if seq.switch is not None else 0
+        return NewSeq(seq.id, known[0], request.params, self.seed, *about, known[1], request.second, begin)
 
     def count_start(self, counts: Counts, num_cached: int) -> None:
         """Count its start, or its continuation after a crash; `num_cached` tokens need not be computed."""
@@ -153,10 +155,10 @@ class Arrivals:
         self._config, self._vocabulary = config, vocabulary
         self._next_id = 0
 
-    def live(self, request: Request, max_seq_len: int, salt: str = "", now_s: float = 0.0) -> Live:
+    def live(self, request: Request, max_seq_len: int, scope: Scope = BASE, now_s: float = 0.0) -> Live:
         request = capped(request, self._config.max_iter_times)
         params, config = request.params, self._config
-        seq = Seq(self._next_id, [*request.prompt_ids, *request.answer], len(request.prompt_ids), salt)
+        seq = Seq(self._next_id, [*request.prompt_ids, *request.answer], len(request.prompt_ids), *scope)
         seq.max_len = request.max_len(max_seq_len)
         seed = params.seed
         if seed is None:

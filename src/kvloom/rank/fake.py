@@ -90,6 +90,7 @@ class _State:
     blocks: list[int] = field(default_factory=list)
     guide: Guide | None = None
     mark: int = 0  # mark of its adapter
+    adapter_from: int = 0  # of NewSeq
     pooling: str = ""
     num_pooled: int = 0
     sums: list[int] = field(default_factory=list)  # sum of the states pooled so far
@@ -167,7 +168,7 @@ class FakeRunner:
         """Any well-formed adapter fits. Raises BadRequest."""
         adapter = read_adapter(Path(path), None)
         self._marks[id] = adapter_mark(adapter.digest)
-        return AdapterInfo(adapter.digest, adapter.rank, len(adapter.data))
+        return AdapterInfo(adapter.digest, adapter.rank, len(adapter.data), list(adapter.invocation))
 
     def prepare_next(self) -> None:
         self._guides.prepare_next()
@@ -178,7 +179,7 @@ class FakeRunner:
     def _learn(self, new: NewSeq) -> None:
         assert new.id not in self._states, f"sequence {new.id} is introduced twice"
         state = self._states[new.id] = _State(list(new.token_ids), new.params, new.seed, len(new.token_ids))
-        state.mark = self._marks[new.adapter]
+        state.mark, state.adapter_from = self._marks[new.adapter], new.adapter_from
         state.pooling = new.pooling
         state.guide = self._guides.guide(new.params)
         for token_id in new.answer:
@@ -192,7 +193,7 @@ class FakeRunner:
         state = self._states[work.id]
         tokens = state.token_ids + work.draft
         for pos in range(work.start, work.start + work.num_tokens):
-            self._slots[self._slot(state, pos)] = tokens[pos] + state.mark
+            self._slots[self._slot(state, pos)] = tokens[pos] + state.mark * (work.start >= state.adapter_from)
 
     def _read(self, work: Work, output: StepOutput) -> None:
         state = self._states[work.id]

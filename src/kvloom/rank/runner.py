@@ -49,9 +49,14 @@ _TABLE_STEP = 8  # blocks: a table's width is rounded up, so that some blocks ca
 class _State:
     history: History
     adapter: int = 0
+    adapter_from: int = 0  # of NewSeq
     blocks: list[int] = field(default_factory=list)
     pooler: Pooler | None = None
     second: int = 0  # of NewSeq
+
+    def adapter_at(self, position: int) -> int:
+        """The adapter that acts on the token at `position`; 0 = none."""
+        return self.adapter if position >= self.adapter_from else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +151,7 @@ class ModelRunner:
             for token_id in new.answer:
                 history.append(token_id)
             pooler = Pooler(new.pooling, len(new.token_ids)) if new.pooling else None
-            self._states[new.id] = _State(history, new.adapter, pooler=pooler, second=new.second)
+            self._states[new.id] = _State(history, new.adapter, new.adapter_from, pooler=pooler, second=new.second)
         output = StepOutput([], [], 0.0)
         if batch.release:
             release_blocks(self.kv_layers, batch.release)
@@ -164,7 +169,8 @@ class ModelRunner:
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
         """Raises BadRequest."""
         adapter = read_adapter(Path(path), self._backend.whole_spec.tensor_shapes())
-        return AdapterInfo(adapter.digest, adapter.rank, self._backend.add_adapter(id, adapter))
+        num_bytes = self._backend.add_adapter(id, adapter)
+        return AdapterInfo(adapter.digest, adapter.rank, num_bytes, list(adapter.invocation))
 
     def unload_adapter(self, id: int) -> None:
         self._backend.drop_adapter(id)
@@ -298,7 +304,7 @@ class ModelRunner:
         width = -(-max(len(table) for table in tables) // _TABLE_STEP) * _TABLE_STEP
         padded = [table + [-1] * (width - len(table)) for table in tables]
         table = np.array(padded, np.int32)
-        used = [self._states[work.id].adapter for work in works]
+        used = [self._states[work.id].adapter_at(work.start) for work in works]
         adapters = used if any(used) else ()
         ragged = Ragged(np.array(ids, np.int32), np.array(pos, np.int32), np.array(qstart, np.int32), table, adapters)
         return ragged._replace(types=self._types(works))

@@ -41,7 +41,6 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4' changes the base model"),
         ({"init_lora_weights": "loftq"}, "init_lora_weights 'loftq' changes the base model"),
         ({"init_lora_weights": "of_2027"}, "init_lora_weights is not supported, got 'of_2027'"),
-        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens is not supported, got [5, 6]"),
         ({"kasa_config": {"beta": 1e-4}}, "kasa_config is not supported, got {'beta': 0.0001}"),
         ({"use_qalora": True}, "use_qalora is not supported, got True"),
         ({"field_of_2027": 1}, "field_of_2027 is not supported, got 1"),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvloom.engine.schedule.blocks import BlockPool, chain_hash, extend_chain, root_hash
+from kvloom.engine.schedule.blocks import BlockPool, Switch, chain_hash, extend_chain, root_hash
 
 
 def hashes_of(tokens: list[int], salt: str = "") -> list[bytes]:
@@ -189,3 +189,20 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
+
+
+def test_chains_part_at_the_block_of_the_switch():
+    tokens = list(range(16))
+
+    def chain(switch=None):
+        hashes: list[bytes] = []
+        extend_chain(hashes, tokens[:6], 4, "", switch)
+        extend_chain(hashes, tokens, 4, "", switch)  # what is appended later is hashed alike
+        return hashes
+
+    whole: list[bytes] = []
+    extend_chain(whole, tokens, 4, "", Switch(6, "a"))
+    assert chain(Switch(6, "a")) == whole
+    chains = [chain(), chain(Switch(6, "a")), chain(Switch(5, "a")), chain(Switch(6, "b")), chain(Switch(0, "a"))]
+    assert [len({own[i] for own in chains}) for i in range(4)] == [2, 5, 5, 5]
+    assert chain(Switch(99, "a")) == chain()

@@ -14,6 +14,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from kvloom.engine.schedule.swap import HostPool
 
@@ -33,10 +34,31 @@ def adapter_salt(salt: str, digest: str) -> str:
     return f"{digest}\0{salt}" if digest else salt
 
 
-def extend_chain(hashes: list[bytes], token_ids: Sequence[int], block_size: int, salt: str) -> None:
+class Switch(NamedTuple):
+    """From position `at` on the LoRA adapter of this digest acts: blocks before are those of the base model."""
+
+    at: int
+    digest: str
+
+
+class Scope(NamedTuple):
+    """Whose blocks a sequence shares: those of the same salt, and behind `switch` those of the same."""
+
+    salt: str = ""
+    switch: Switch | None = None
+
+
+BASE = Scope()
+
+
+def extend_chain(
+    hashes: list[bytes], token_ids: Sequence[int], block_size: int, salt: str, switch: Switch | None = None
+) -> None:
     """Append to `hashes` those of the full blocks of `token_ids` that it lacks."""
     for i in range(len(hashes), len(token_ids) // block_size):
         parent = hashes[i - 1] if i else root_hash(salt)
+        if switch is not None and i == switch.at // block_size:
+            parent = hashlib.sha256(parent + f"{switch.digest}\0{switch.at}".encode()).digest()
         hashes.append(chain_hash(parent, token_ids[i * block_size : (i + 1) * block_size]))
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from kvloom.contract.messages import Work
-from kvloom.engine.schedule.blocks import BlockPool, extend_chain
+from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.seq import Plan, Seq, SeqStep, Status, num_blocks_of
 
 
@@ -93,7 +93,7 @@ def commit_step(
         if seq.is_whole:
             continue
         if len(seq.hashes) < len(seq.token_ids) // block_size:
-            extend_chain(seq.hashes, seq.token_ids, block_size, seq.salt)
+            seq.extend_hashes(block_size)
         num_full = seq.num_computed // block_size
         if num_full > seq.num_published:
             full = range(seq.num_published, num_full)

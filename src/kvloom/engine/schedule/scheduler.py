@@ -189,7 +189,7 @@ def _share_tokens(running: Sequence[Seq], limits: Limits) -> dict[int, int]:
             share[seq.id] = 1
     budget = min(limits.max_tokens - len(share), limits.prefill_tokens)
     for seq in prefills:
-        share[seq.id] = min(seq.num_pending, budget)
+        share[seq.id] = seq.reach(seq.next_start, min(seq.num_pending, budget))
         budget -= share[seq.id]
     return share
 
@@ -272,7 +272,7 @@ def _plan_waiting(
                 budget.num_spare -= promised
             continue
         start = max(len(hits) * block_size, seq.num_swapped)
-        count = min(length - start, budget.num_tokens)
+        count = seq.reach(start, min(length - start, budget.num_tokens))
         if seq.is_whole and count < length - start:
             if steps or budget.is_shared:
                 break

@@ -5,6 +5,7 @@ from enum import Enum
 
 import msgspec
 
+from kvloom.engine.schedule.blocks import Switch, extend_chain
 from kvloom.engine.schedule.giving import Giving
 from kvloom.engine.schedule.repute import Repute
 
@@ -26,6 +27,7 @@ class Seq:
     token_ids: list[int]  # prompt, then answer
     num_prompt: int
     salt: str = ""
+    switch: Switch | None = None  # a step computes tokens on one side of it
     may_reuse: bool = True  # False: every prompt token must be computed, because something of each is wanted
     is_whole: bool = False  # its tokens attend to later ones: computed in one step, and its blocks are never shared
     is_scored: bool = False  # log-probabilities of all prompt tokens are wanted
@@ -54,6 +56,15 @@ class Seq:
     def held_blocks(self) -> list[int]:
         """The blocks of block_table that it still holds."""
         return self.block_table[self.num_dropped :] if self.num_dropped else self.block_table
+
+    def extend_hashes(self, block_size: int) -> None:
+        """Add the hashes of the full blocks of token_ids that `hashes` lacks."""
+        extend_chain(self.hashes, self.token_ids, block_size, self.salt, self.switch)
+
+    def reach(self, start: int, count: int) -> int:
+        """How many of `count` tokens from `start` on one step may compute."""
+        at = self.switch.at if self.switch is not None else 0
+        return min(count, at - start) if start < at else count
 
     def reusable(self, block_size: int) -> list[bytes]:
         """Hashes of the blocks that it may find computed: its last token is computed in any case."""
