@@ -7,7 +7,7 @@ from kvloom.checkpoints import gguf as gguf_file
 from kvloom.checkpoints import safetensors as folder_file
 from kvloom.checkpoints.embedding.classes import decoder_classes, encoder_classes
 from kvloom.checkpoints.embedding.dense import dense_of_gguf
-from kvloom.checkpoints.embedding.pooling import LAST, Embedding, folder_embedding, gguf_pooling
+from kvloom.checkpoints.embedding.pooling import LAST, Embedding, folder_embedding, gguf_pooling, scoring
 from kvloom.checkpoints.families import CLASSIFIER, family_of, has_head
 from kvloom.checkpoints.families.adapted import adapted, file_shapes, folder_layout, gguf_layout
 from kvloom.checkpoints.families.spec import DecoderSpec
@@ -63,9 +63,9 @@ def _open_folder(folder: Path) -> Checkpoint:
         spec = replace(spec, tie_embeddings=False)
         source = folder_file.SafetensorsSource(folder, file_shapes(layout, spec), family.names, scheme)
     if name.endswith(CLASSIFIER) and spec.encoder is not None:
-        embedding = encoder_classes(config, source, spec.hidden, family.name)
+        embedding = encoder_classes(scoring(folder, config), source, spec.hidden, family.name)
     elif name.endswith(CLASSIFIER):
-        embedding = decoder_classes(config, source, spec.hidden)
+        embedding = decoder_classes(scoring(folder, config), source, spec.hidden)
     else:
         embedding = folder_embedding(folder, spec.hidden, _otherwise(spec))
     return Checkpoint(

@@ -96,6 +96,43 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], problem: str, tmp_pa
         open_checkpoint(tmp_path)
 
 
+TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"}
+OF_TEXTS = {
+    "transformer_task": "sequence-classification", "module_output_name": "scores",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
+}  # fmt: skip
+ABOUT = {
+    "model_type": "CrossEncoder", "prompts": {}, "default_prompt_name": None,
+    "__version__": {"sentence_transformers": "6.2.0"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("named", "activation"), [("torch.nn.modules.linear.Identity", "identity"), (None, "sigmoid")])
+def test_a_cross_encoder_of_sentence_transformers_6_names_its_activation_beside_the_model(tmp_path, named, activation):
+    folder = save(tiny_classifier("Qwen3", num_labels=1, id2label={0: "LABEL_0"}), tmp_path)
+    files = {"modules": [TRANSFORMER], "sentence_bert_config": OF_TEXTS}
+    for name, value in {**files, "config_sentence_transformers": {**ABOUT, "activation_fn": named}}.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    assert open_checkpoint(folder).embedding.activation == activation
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("modules", [TRANSFORMER, {"type": "sentence_transformers.models.LSTM"}], "makes its scores with LSTM, which"),
+        ("config_sentence_transformers", {"model_type": "SparseEncoder"}, "makes its scores with SparseEncoder, which"),
+        ("sentence_bert_config", {"modality_config": {"message": {}}}, "with texts as messages of the chat template"),
+        ("sentence_bert_config", {"transformer_task": "any-to-any"}, "transformer_task is not supported"),
+        ("config_sentence_transformers", {"activation_fn": "torch.nn.ReLU"}, "activation_fn must be one of Identity"),
+    ],
+)
+def test_scores_that_are_made_otherwise_are_refused(tmp_path, name, value, problem):
+    folder = save(tiny_classifier("Qwen3"), tmp_path)
+    (folder / f"{name}.json").write_text(json.dumps(value))
+    with pytest.raises(ModelError, match=problem):
+        open_checkpoint(folder)
+
+
 @pytest.mark.parametrize(
     ("config", "count", "activation"),
     [

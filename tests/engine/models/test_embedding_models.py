@@ -131,6 +131,10 @@ def test_a_dense_layer_may_add_what_it_is_given(tmp_path: Path, num_out: int, ac
         projected = linear(given) if activation == "Identity" else torch.tanh(linear(given))
         truth = projected + (given if num_out == 6 else residual(given))
     torch.testing.assert_close(torch.tensor(dense_of_folder(tmp_path, 6)(given.numpy())), truth)
+    if num_out != 6:
+        (tmp_path / "config.json").write_text(json.dumps({**config, "use_residual": False}))
+        with pytest.raises(ModelError, match=r"has a tensor that is not read: residual\.weight"):
+            dense_of_folder(tmp_path, 6)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from kvloom.checkpoints.gguf import GgufFile
 from kvloom.checkpoints.quantized.numbers import Floats
 from kvloom.checkpoints.safetensors import SafetensorsSource
 from kvloom.checkpoints.source import RawTensor, check_shape
+from kvloom.checkpoints.unread import told
 from kvloom.contract.errors import ModelError
 
 ACTIVATIONS = ("Identity", "Tanh")  # names of torch's classes
@@ -75,6 +76,8 @@ def dense_of_folder(folder: Path, num_in: int) -> Dense:
     weight, adds_input = tensors.floats("linear.weight", (num_out, num_in)), config.get("use_residual") is True
     is_projected = adds_input and num_in != num_out
     residual = tensors.floats("residual.weight", (num_out, num_in)) if is_projected else None
+    if unread := tensors.unread():
+        raise ModelError(f"{folder}: has {told(unread)}")
     return Dense(weight, bias, activation, adds_input, residual)
 
 

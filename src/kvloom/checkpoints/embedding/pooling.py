@@ -27,6 +27,10 @@ _PLAIN_TEXTS: Mapping[str, tuple[object, ...]] = {
     "transformer_task": ("feature-extraction",),
     "module_output_name": ("token_embeddings",),
 }
+_PLAIN_SCORES: Mapping[str, tuple[object, ...]] = {
+    "transformer_task": ("sequence-classification",),
+    "module_output_name": ("scores",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ def folder_embedding(folder: Path, num_states: int, otherwise: str = LAST) -> Em
     modules = _modules(folder / "modules.json")
     kinds = [kind for kind, _ in modules]
     known = {*_PLAIN_MODULES, "Dense"}
-    extra = [*(kind for kind in kinds if kind not in known), *_of_texts(folder)]
+    extra = [*(kind for kind in kinds if kind not in known), *_of_texts(folder, "SentenceTransformer", _PLAIN_TEXTS)]
     if "Dense" in kinds and (kinds.index("Dense") < kinds.index("Pooling") if "Pooling" in kinds else True):
         extra.append("Dense before the pooling")
     elif "Dense" in kinds and "Normalize" in kinds[: len(kinds) - 1 - kinds[::-1].index("Dense")]:
@@ -93,16 +97,16 @@ def _pooling(folder: Path, paths: Mapping[str, str], otherwise: str) -> list[str
     return [*modes, "tokens behind the prompt alone"] if not flag(config, "include_prompt", default=True) else modes
 
 
-def _of_texts(folder: Path) -> list[str]:
+def _of_texts(folder: Path, plain_kind: str, plain: Mapping[str, tuple[object, ...]]) -> list[str]:
     """What sentence-transformers does with texts that is not done here. Raises ModelError."""
     extra = []
     path, about = folder / "sentence_bert_config.json", folder / "config_sentence_transformers.json"
     if path.exists():
-        config = _check(path, _OF_TEXTS, _PLAIN_TEXTS)
+        config = _check(path, _OF_TEXTS, plain)
         if "message" in (config.get("modality_config") or {}):
             extra.append("texts as messages of the chat template")
     kind = read_object(about).get("model_type") if about.exists() else None
-    return [*extra, str(kind)[:80]] if kind not in (None, "SentenceTransformer") else extra
+    return [*extra, str(kind)[:80]] if kind not in (None, plain_kind) else extra
 
 
 def _check(path: Path, known: Collection[str], plain: Mapping[str, tuple[object, ...]] = NO_VALUES) -> dict[str, Any]:
@@ -112,6 +116,19 @@ def _check(path: Path, known: Collection[str], plain: Mapping[str, tuple[object,
     if name is not None:
         raise ModelError(f"{path}: {name[:80]} is not supported, got {short(config[name])}")
     return config
+
+
+def scoring(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A classifier's configuration with what sentence-transformers 6 writes beside it: how scores are made. Raises
+    ModelError for what it does with texts that is not done here.
+    """
+    about = folder / "config_sentence_transformers.json"
+    kinds = [kind for kind, _ in _modules(folder / "modules.json")]
+    extra = [*(kind for kind in kinds if kind != "Transformer"), *_of_texts(folder, "CrossEncoder", _PLAIN_SCORES)]
+    if extra:
+        raise ModelError(f"{folder}: makes its scores with {', '.join(extra)}, which is not supported")
+    named = read_object(about).get("activation_fn") if about.exists() else None
+    return config if named is None else {**config, "sentence_transformers": {"activation_fn": named}}
 
 
 def gguf_pooling(kind: Any, otherwise: str = LAST) -> str:
