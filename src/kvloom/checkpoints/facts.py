@@ -8,6 +8,7 @@ from pathlib import Path
 from kvloom.checkpoints.files import read_object
 from kvloom.checkpoints.gguf_types import GGUF_TYPES
 from kvloom.checkpoints.metadata import read_header
+from kvloom.checkpoints.part_names import named_parts
 from kvloom.checkpoints.tensorfile import LENGTH_BYTES, Damaged, header_bytes, read_entries
 from kvloom.contract.errors import ModelError
 
@@ -27,7 +28,7 @@ class ModelFacts:
 def facts_of(path: Path) -> ModelFacts:
     """Facts of a GGUF file or a Hugging Face folder. What cannot be read is left out."""
     is_folder = path.is_dir()
-    files = sorted(path.glob("*.safetensors")) if is_folder else [path]
+    files = sorted(path.glob("*.safetensors")) if is_folder else named_parts(path)
     family, counts = "", Counter[str]()
     try:
         if is_folder:
@@ -35,9 +36,9 @@ def facts_of(path: Path) -> ModelFacts:
             for file in files:
                 counts += _safetensors_counts(file)
         else:
-            header = read_header(path)
-            family = str(header.metadata.get("general.architecture", ""))
-            for tensor in header.tensors.values():
+            headers = [read_header(file, has_texts=False) for file in files]
+            family = str(headers[0].metadata.get("general.architecture", ""))
+            for tensor in (tensor for header in headers for tensor in header.tensors.values()):
                 known = GGUF_TYPES.get(tensor.type)
                 counts[known.name if known else ""] += math.prod(tensor.shape)
         states = [file.stat() for file in files]

@@ -6,6 +6,7 @@ from pathlib import Path
 import xxhash
 
 from kvloom.checkpoints.files import find_weights
+from kvloom.checkpoints.part_names import named_parts
 from kvloom.contract.errors import ModelError
 
 _PIECE_BYTES = 4 << 20
@@ -57,7 +58,7 @@ def identity(model: Path, now_s: float) -> str | None:
 def _files(model: Path) -> list[Path]:
     """All files that determine the numbers that the model computes with."""
     if not model.is_dir():
-        return [model] if model.is_file() else []
+        return [path for path in named_parts(model) if path.is_file()]
     return sorted(path for pattern in _DECISIVE for path in model.glob(pattern) if path.is_file())
 
 

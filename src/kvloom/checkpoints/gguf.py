@@ -1,15 +1,15 @@
 """GGUF files: metadata -> configuration, tensors as raw quantised rows."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvloom.checkpoints.gguf_types import GGUF_TYPES, GgufType
-from kvloom.checkpoints.mapped import MappedFile
-from kvloom.checkpoints.metadata import CONFIG_KEYS, Header, TensorInfo, read_header
+from kvloom.checkpoints.families.values import count
+from kvloom.checkpoints.gguf_parts import open_parts
+from kvloom.checkpoints.gguf_types import GGUF_TYPES
+from kvloom.checkpoints.metadata import Header, config_keys
 from kvloom.checkpoints.quantized.blocks import KINDS as BLOCK_KINDS
 from kvloom.checkpoints.quantized.blocks import form_of
 from kvloom.checkpoints.quantized.numbers import Bytes
@@ -72,58 +72,61 @@ def config_of(header: Header, file: str) -> tuple[str, dict[str, Any]]:
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ModelError(f"{file}: metadata general.architecture is missing")
-    config = {key: metadata.get(f"{arch}.{name}") for key, name in CONFIG_KEYS.items()}
-    config = {key: value for key, value in config.items() if value is not None}
+    config = config_keys(arch, metadata)
     if TOP_NAMES["embed"] not in header.tensors:
         raise ModelError(f"{file}: tensor {TOP_NAMES['embed']} is missing")
     config["vocab_size"] = header.tensors[TOP_NAMES["embed"]].shape[0]
     config["tie_word_embeddings"] = TOP_NAMES["head"] not in header.tensors
-    config["use_sliding_window"] = "sliding_window" in config
-    kind = metadata.get(f"{arch}.rope.scaling.type")
-    config["rope_scaling"] = {
-        "rope_type": "default" if kind in (None, "none") else kind,
-        "factor": metadata.get(f"{arch}.rope.scaling.factor"),
-        "original_max_position_embeddings": metadata.get(f"{arch}.rope.scaling.original_context_length"),
-        "attention_factor": metadata.get(f"{arch}.rope.scaling.attn_factor"),
-    }
+    config["use_sliding_window"] = config.get("sliding_window") is not None
+    config["rope_scaling"] = _rope_scaling(arch, metadata)
+    if arch in ("granite", "granitemoe"):
+        config |= _unsaid_by_granite(config, metadata.get(f"{arch}.rope.scaling.finetuned") is not False)
     return arch, config
 
 
+def _unsaid_by_granite(config: Mapping[str, Any], has_rope: bool) -> dict[str, Any]:
+    """The usual attention scale where the file has none, and no rotary embedding where positions were not trained."""
+    found: dict[str, Any] = {}
+    if config.get("attention_multiplier") is None:
+        heads, hidden = count(config, "num_attention_heads"), count(config, "hidden_size")
+        found["attention_multiplier"] = count(config, "head_dim", hidden // heads) ** -0.5
+    return found if has_rope else {**found, "no_rope_layers": [0] * count(config, "num_hidden_layers")}
+
+
+def _rope_scaling(arch: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """As Hugging Face's configurations have it. A factor without a type is a linear one; a factor of 0 is none."""
+    told = {name: metadata.get(f"{arch}.rope.scaling.{name}") for name in ("type", "factor", "attn_factor")}
+    factor = told["factor"] or metadata.get(f"{arch}.rope.scale_linear") or None
+    kind = told["type"] or ("linear" if factor else "none")
+    return {
+        "rope_type": "default" if kind == "none" or (kind == "linear" and factor is None) else kind,
+        "factor": factor,
+        "original_max_position_embeddings": metadata.get(f"{arch}.rope.scaling.original_context_length") or None,
+        "attention_factor": told["attn_factor"],
+    }
+
+
 class GgufFile:
-    """A mapped GGUF file: raw rows of any of its tensors, checked to lie within the file."""
+    """A mapped GGUF file, or all parts of one: raw rows of any of its tensors, checked to lie within the file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ModelError when the file is no GGUF file or is cut short, naming the first tensor that is."""
-        self.path, self.header = path, read_header(path, has_texts=False)
-        self._mapped = MappedFile(path)
-        for info in self.header.tensors.values():
-            if info.offset + self._row_bytes(info) * math.prod(info.shape[:-1]) > self._mapped.num_bytes:
-                raise ModelError(f"{path}: cut short: tensor {info.name} lies behind the end of the file")
+        """Raises ModelError when the file is no GGUF file or is cut short, naming the first tensor that is; or when it
+        is not the first part of a model that is all there.
+        """
+        self.path = path
+        parts = open_parts(path)
+        self._part_of = {name: part for part in parts for name in part.header.tensors}
+        tensors = {name: part.header.tensors[name] for name, part in self._part_of.items()}
+        self.header = Header(parts[0].header.metadata, tensors)
 
     def kind(self, name: str) -> str:
         """The tensor's type, in lower case."""
-        return _type_of(self.header.tensors[name], self.path).name.lower()
+        return GGUF_TYPES[self.header.tensors[name].type].name.lower()
 
     def rows(self, name: str) -> Bytes:
         """uint8 [rows, bytes a row], a view; see MappedFile.part."""
         info = self.header.tensors[name]
-        count = self._row_bytes(info) * math.prod(info.shape[:-1])
-        return as_rows(self._mapped.part(info.offset, info.offset + count), info.shape)
-
-    def _row_bytes(self, info: TensorInfo) -> int:
-        _, block, size = _type_of(info, self.path)
-        if not info.shape or info.shape[-1] % block:
-            raise ModelError(
-                f"{self.path}: tensor {info.name} of shape {list(info.shape)} does not fill blocks of {block}"
-            )
-        return info.shape[-1] // block * size
-
-
-def _type_of(info: TensorInfo, path: Path) -> GgufType:
-    try:
-        return GGUF_TYPES[info.type]
-    except KeyError:
-        raise ModelError(f"{path}: tensor {info.name} has the unknown type {info.type}") from None
+        return as_rows(self._part_of[name].data(info), info.shape)
 
 
 def rope_factors(file: GgufFile) -> dict[str, Any]:

@@ -5,11 +5,11 @@ The `gguf` package's reader builds objects for each of 100,000 vocabulary entrie
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from kvloom.checkpoints.files import open_file
 from kvloom.contract.errors import ModelError
@@ -28,6 +28,7 @@ FORMATS = {
     12: "d",
 }  # GGUF, value types
 STRING, ARRAY = 8, 9
+_Value = TypeVar("_Value")
 _LENGTH = struct.Struct("<Q")
 _TOKENS = "tokenizer.ggml.tokens"
 _PIECE_BYTES = 1 << 20
@@ -63,6 +64,15 @@ CONFIG_KEYS = {  # Hugging Face's names -> GGUF's, behind the architecture's nam
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
+_HAS_WINDOW = ("gemma2", "gemma-embedding", "gpt-oss")  # also where the file does not say so
+_NONE_IF_ZERO = (  # where converters write 0 to say that the model has none
+    "sliding_window",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,20 @@ class Header:
 
     metadata: dict[str, Any]  # numbers, strings, or lists of them
     tensors: dict[str, TensorInfo]
+
+
+def config_keys(arch: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration, in Hugging Face's key names, as far as it is in single values. What the file leaves unsaid is
+    what llama.cpp takes it for; None where the model has none of what others of its family have.
+    """
+    heads, hidden = (metadata.get(f"{arch}.{name}") for name in ("attention.head_count", "embedding_length"))
+    unsaid: dict[str, Any] = {"rope_theta": 1e4, "num_key_value_heads": heads}
+    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        unsaid["head_dim"] = hidden // heads
+    if arch not in _HAS_WINDOW:
+        unsaid["sliding_window"] = None
+    said = {key: metadata[f"{arch}.{name}"] for key, name in CONFIG_KEYS.items() if f"{arch}.{name}" in metadata}
+    return unsaid | {key: None if key in _NONE_IF_ZERO and value == 0 else value for key, value in said.items()}
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -109,7 +133,7 @@ def read_shape(path: Path) -> tuple[str, dict[str, Any]]:
     arch = found.get("general.architecture")
     if not isinstance(arch, str):
         raise ModelError(f"{path}: metadata general.architecture is missing")
-    config = {key: found[f"{arch}.{name}"] for key, name in CONFIG_KEYS.items() if f"{arch}.{name}" in found}
+    config = config_keys(arch, found)
     vocab_size = found.get(f"{arch}.vocab_size", found.get(_TOKENS))
     return arch, config if vocab_size is None else {**config, "vocab_size": vocab_size}
 
@@ -120,14 +144,24 @@ def read_header(path: Path, has_texts: bool = True) -> Header:
     Raises ModelError when it is not a GGUF file or is cut short.
     """
     with _reader(path) as (reader, (num_tensors, num_pairs)):
-        metadata = dict(reader.pair(has_texts) for _ in range(num_pairs))
-        infos = [reader.tensor_info() for _ in range(num_tensors)]
+        metadata = _once("key", (reader.pair(has_texts) for _ in range(num_pairs)))
+        infos = _once("tensor", ((info[0], info) for info in (reader.tensor_info() for _ in range(num_tensors))))
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT:
             raise ModelError(f"{path}: general.alignment must be 1 to {_MAX_ALIGNMENT}, got {alignment!r}")
         base = -(-reader.offset // alignment) * alignment
-    tensors = {name: TensorInfo(name, shape, kind, base + offset) for name, shape, kind, offset in infos}
+    tensors = {name: TensorInfo(name, shape, kind, base + offset) for name, shape, kind, offset in infos.values()}
     return Header(metadata, tensors)
+
+
+def _once(what: str, pairs: Iterable[tuple[str, _Value]]) -> dict[str, _Value]:
+    """The pairs as a dict. Raises _Damage when a name comes twice."""
+    found: dict[str, _Value] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _Damage(f"{what} {name:.200} is there twice")
+        found[name] = value
+    return found
 
 
 class _Damage(Exception):

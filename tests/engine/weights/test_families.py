@@ -114,8 +114,9 @@ def test_long_rope_takes_the_short_factors_where_no_sequence_is_longer_than_the_
 @pytest.mark.parametrize(
     ("arch", "more", "windows"),
     [
-        ("MistralForCausalLM", {"sliding_window": 9}, [9] * 8),
-        ("MistralForCausalLM", {"sliding_window": None}, [None] * 8),
+        ("MistralForCausalLM", {"num_key_value_heads": 2, "sliding_window": 9}, [9] * 8),
+        ("MistralForCausalLM", {"num_key_value_heads": 2, "sliding_window": None}, [None] * 8),
+        ("MistralForCausalLM", {"num_key_value_heads": 2}, [4096] * 8),
         ("Qwen2ForCausalLM", {"sliding_window": 9}, [None] * 8),
         (
             "Qwen2ForCausalLM",

@@ -15,7 +15,7 @@ from kvloom.checkpoints.families.known.mixtures import (
     QWEN3_MOE,
     QWEN3_MOE_GGUF,
 )
-from kvloom.checkpoints.families.known.olmo import OLMO
+from kvloom.checkpoints.families.known.olmo import OLMO2, OLMO3
 from kvloom.checkpoints.families.known.phi3 import PHI3
 from kvloom.checkpoints.families.known.qwen import QWEN2, QWEN3
 from kvloom.contract.errors import ModelError
@@ -31,8 +31,8 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": GEMMA3,  # its text part; the vision part is not read
     "Phi3ForCausalLM": PHI3,
     "GraniteForCausalLM": GRANITE,
-    "Olmo2ForCausalLM": OLMO,
-    "Olmo3ForCausalLM": OLMO,
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": OLMO3,
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
@@ -58,7 +58,7 @@ FAMILIES: dict[str, Family] = {
     "gemma-embedding": GEMMA_EMBEDDING,
     "phi3": PHI3,
     "granite": GRANITE,
-    "olmo2": OLMO,
+    "olmo2": OLMO2,
     "qwen2moe": QWEN2_MOE,
     "qwen3moe": QWEN3_MOE_GGUF,
     "olmoe": OLMOE,

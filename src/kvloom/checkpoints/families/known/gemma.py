@@ -46,6 +46,7 @@ GEMMA2 = Family(
     names=_NAMES,
     defaults={
         **_SHARED,
+        "max_position_embeddings": 8192,
         "sliding_window": 4096,
         "sliding_window_pattern": 2,
         "attn_logit_softcapping": 50.0,

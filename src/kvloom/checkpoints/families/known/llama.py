@@ -7,5 +7,12 @@ LLAMA = Family("llama", permuted_gguf=True, mixture=Mixture(is_optional=True))  
 SMOLLM3 = Family(
     "smollm3",
     permuted_gguf=True,
-    defaults={"no_rope_layer_interval": 4, "tie_word_embeddings": True, "window_needs_switch": True},
+    defaults={
+        "no_rope_layer_interval": 4,
+        "tie_word_embeddings": True,
+        "window_needs_switch": True,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rope_theta": 2e6,
+    },
 )

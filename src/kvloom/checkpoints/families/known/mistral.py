@@ -2,4 +2,8 @@
 
 from kvloom.checkpoints.families.family import Family
 
-MISTRAL = Family("mistral", permuted_gguf=True)
+MISTRAL = Family(
+    "mistral",
+    permuted_gguf=True,
+    defaults={"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+)

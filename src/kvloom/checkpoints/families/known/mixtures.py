@@ -17,11 +17,32 @@ MIXTRAL = Family(
         "experts.up": "block_sparse_moe.experts.{}.w3.weight",
         "experts.down": "block_sparse_moe.experts.{}.w2.weight",
     },
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
 )
-QWEN2_MOE = replace(QWEN2, name="qwen2_moe", mixture=Mixture(weighs_chosen=None, has_shared=True))
-QWEN3_MOE = replace(QWEN3, name="qwen3_moe", mixture=Mixture(weighs_chosen=None))
+QWEN2_MOE = replace(
+    QWEN2,
+    name="qwen2_moe",
+    mixture=Mixture(weighs_chosen=None, has_shared=True),
+    defaults={**QWEN2.defaults, "num_key_value_heads": 16},
+)
+QWEN3_MOE = replace(
+    QWEN3,
+    name="qwen3_moe",
+    mixture=Mixture(weighs_chosen=None),
+    defaults={"window_needs_switch": True, "max_position_embeddings": 32768, "num_key_value_heads": 4},
+)
 QWEN3_MOE_GGUF = replace(QWEN3_MOE, mixture=Mixture())  # GGUF files do not state norm_topk_prob
-OLMOE = Family("olmoe", qk_norm="row", mixture=Mixture(weighs_chosen=None))
+OLMOE = Family(
+    "olmoe",
+    qk_norm="row",
+    mixture=Mixture(weighs_chosen=None),
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+)
 GRANITE_MOE = replace(
     GRANITE,
     name="granitemoe",
@@ -43,5 +64,14 @@ GPT_OSS = Family(
     stacking="interleaved",
     names={"router": "mlp.router.weight"},
     gguf_names={"mlp_norm": "post_attention_norm.weight"},
-    defaults={"sliding_window": 128, "sliding_window_pattern": 2, "head_dim": 64, "rope_truncate": False},
+    defaults={
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_truncate": False,
+    },
 )

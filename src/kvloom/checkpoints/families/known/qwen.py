@@ -2,5 +2,6 @@
 
 from kvloom.checkpoints.families.family import Family
 
-QWEN2 = Family("qwen2", qkv_bias=True, defaults={"window_needs_switch": True})
-QWEN3 = Family("qwen3", qk_norm="head", defaults={"window_needs_switch": True})
+_SHARED = {"window_needs_switch": True, "max_position_embeddings": 32768}
+QWEN2 = Family("qwen2", qkv_bias=True, defaults=_SHARED)
+QWEN3 = Family("qwen3", qk_norm="head", defaults={**_SHARED, "head_dim": 128})

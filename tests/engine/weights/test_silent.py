@@ -1,0 +1,119 @@
+"""What files leave unsaid: a GGUF file as llama.cpp reads it, a folder as transformers does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.checkpoints.families import FAMILIES, family_of
+from kvloom.checkpoints.gguf import config_of
+from kvloom.checkpoints.metadata import Header, TensorInfo, config_keys
+from tests.engine.weights.test_gguf import write
+from tests.support.models.checkpoints import tiny_model
+
+SIZES = {
+    "context_length": 512,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "block_count": 8,
+    "attention.head_count": 4,
+    "attention.key_length": 16,
+}
+
+
+def spec_of(arch: str, **more: Any) -> Any:
+    """Of a GGUF file's metadata, without its tensors."""
+    told = {"general.architecture": arch} | {f"{arch}.{key}": value for key, value in (SIZES | more).items()}
+    header = Header(told, {"token_embd.weight": TensorInfo("token_embd.weight", (100, 64), 0, 0)})
+    return family_of(arch, "test").spec(config_of(header, "test")[1])
+
+
+def windows(arch: str, **more: Any) -> list[int | None]:
+    return [layer.window for layer in spec_of(arch, **more).layers]
+
+
+@pytest.mark.parametrize("arch", ["phi3", "llama", "gemma2", "gemma3", "olmo2", "smollm3", "qwen2", "qwen3", "granite"])
+def test_a_window_of_0_is_none(arch: str):
+    assert windows(arch, **{"attention.sliding_window": 0}) == [None] * 8
+    assert config_keys(arch, {f"{arch}.attention.sliding_window": 0})["sliding_window"] is None
+
+
+def test_a_file_with_a_window_of_0_is_opened(tmp_path: Path):
+    path = write(tmp_path / "m.gguf", tiny_model("phi3"), "phi3", phi3__attention__sliding_window=0)
+    assert {layer.window for layer in open_checkpoint(path).spec.layers} == {None}
+
+
+@pytest.mark.parametrize(
+    ("arch", "wanted"),
+    [
+        ("llama", [None] * 8),
+        ("phi3", [None] * 8),
+        ("gemma2", [4096, None] * 4),
+        ("gemma3", [None] * 8),
+        ("olmo2", [None] * 8),
+        ("gpt-oss", [128, None] * 4),
+    ],
+)
+def test_a_file_without_a_window_has_that_of_its_architecture(arch: str, wanted: list[int | None]):
+    experts = {"expert_count": 4, "expert_used_count": 2} if arch == "gpt-oss" else {}
+    assert windows(arch, **experts) == wanted
+
+
+def test_a_softcap_or_a_multiplier_of_0_is_none():
+    gemma = spec_of("gemma2", attn_logit_softcapping=0.0, final_logit_softcapping=0.0)
+    assert (gemma.attention_softcap, gemma.logit_softcap) == (0.0, 0.0)
+    assert (spec_of("gemma2").attention_softcap, spec_of("gemma2").logit_softcap) == (50.0, 30.0)
+    granite = spec_of("granite", embedding_scale=0.0, residual_scale=0.0, **{"attention.scale": 0.0})
+    assert granite == spec_of("granite")
+    assert granite.attention_scale == 16**-0.5
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_factor_without_a_type_is_a_linear_one(key: str):
+    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    assert spec_of("llama", **{key: 4.0}) == spec_of("llama", **linear) != spec_of("llama")
+    assert spec_of("llama", **{key: 0.0}) == spec_of("llama", **{"rope.scaling.type": "linear"}) == spec_of("llama")
+
+
+def test_granite_without_trained_positions_has_no_rope():
+    layers = spec_of("granite", **{"rope.scaling.finetuned": False}).layers
+    assert [layer.rope for layer in layers] == [None] * 8
+    assert None not in [layer.rope for layer in spec_of("granite", **{"rope.scaling.finetuned": True}).layers]
+    assert None not in [layer.rope for layer in spec_of("llama", **{"rope.scaling.finetuned": False}).layers]
+
+
+BARE = {
+    "hidden_size": 1024,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "vocab_size": 99,
+}
+BARE |= {"num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 32}
+BARE |= {"shared_expert_intermediate_size": 32}
+FOLDERS = [name for name in FAMILIES if name.endswith("ForCausalLM")]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_that_says_only_its_sizes_is_what_transformers_makes_of_it(name: str):
+    kind = {"Gemma3ForCausalLM": "Gemma3TextConfig"}.get(name, name.replace("ForCausalLM", "Config"))
+    theirs = getattr(transformers, kind)(**BARE)
+    spec = FAMILIES[name].spec(BARE)
+    window = getattr(theirs, "sliding_window", None) if getattr(theirs, "use_sliding_window", True) else None
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 8
+    assert [layer.window for layer in spec.layers] == [
+        window if kind == "sliding_attention" and window else None for kind in kinds
+    ]
+    ropes = theirs.rope_parameters
+    thetas = [ropes.get(kind, ropes)["rope_theta"] for kind in kinds]
+    if name != "GptOssForCausalLM":  # silent, it has YaRN in transformers; no file is
+        for layer, theta in zip(spec.layers, thetas, strict=True):
+            assert layer.rope is None or layer.rope.inv_freq[1] == pytest.approx(theta ** (-2 / layer.rope.dim))
+    assert spec.num_kv_heads == theirs.num_key_value_heads
+    assert spec.norm_eps == theirs.rms_norm_eps
+    assert spec.max_seq_len == theirs.max_position_embeddings
+    assert spec.tie_embeddings == theirs.tie_word_embeddings
+    head_dim = getattr(theirs, "head_dim", None) or 1024 // 32
+    assert spec.head_dim == head_dim
