@@ -28,7 +28,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, max_bytes: int = _MAX_BYTES) -> str:
-    """The text of a plain file. Raises ModelError."""
+    """The text of a plain file, without a byte order mark. Raises ModelError."""
     try:
         with open_file(path) as file:
             data = file.read(max_bytes + 1)
@@ -37,7 +37,7 @@ def read_text(path: Path, max_bytes: int = _MAX_BYTES) -> str:
     if len(data) > max_bytes:
         raise ModelError(f"{path}: is longer than {max_bytes >> 20} MiB")
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ModelError(f"{path}: cannot be read as UTF-8: {error}") from None
 

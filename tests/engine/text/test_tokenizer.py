@@ -140,6 +140,70 @@ def test_ends_are_those_of_the_generation_config_before_those_of_the_model(tmp_p
     assert load_tokenizer(folder).eos_ids == {4, 5}
 
 
+def told(text: str, **flags: bool) -> dict[str, Any]:
+    """A token as tokenizer_config.json has it."""
+    return {"content": text, "special": True, "lstrip": False, "rstrip": False, "normalized": False, **flags}
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),  # ids of a<x>b<y>c<pad>; letters are 97 to 99, 257 is the first that is free
+    [
+        ({}, ["<x>", "<y>", "<pad>"]),
+        ({"added_tokens_decoder": {"257": told("<x>")}}, [257, "<y>", "<pad>"]),
+        ({"added_tokens_decoder": {"300": told("<x>"), "257": told("<y>", special=False)}}, [300, 257, "<pad>"]),
+        ({"additional_special_tokens": ["<x>", "<y>"]}, [257, 258, "<pad>"]),
+        ({"additional_special_tokens": [told("<y>")], "pad_token": told("<pad>")}, ["<x>", 258, 257]),
+        ({"extra_special_tokens": {"image_token": "<x>"}}, [257, "<y>", "<pad>"]),
+        ({"pad_token": "<pad>", "unk_token": "<y>", "eos_token": "<x>"}, [257, 258, 259]),
+    ],
+)
+def test_tokens_that_only_the_configuration_has_are_tokens(tmp_path, config: dict[str, Any], wanted: list[Any]):
+    tokenizer = load_tokenizer(byte_level_folder(tmp_path, **config))
+    spelt = [ord(c) for c in "a"], [ord(c) for c in "b"], [ord(c) for c in "c"]
+    ids: list[int] = []
+    for letter, token in zip(spelt, wanted, strict=True):
+        ids += letter + ([token] if isinstance(token, int) else [ord(c) for c in token])
+    byte_ids = {tokenizer.token_bytes(i)[0]: i for i in range(256)}
+    assert tokenizer.encode("a<x>b<y>c<pad>") == [byte_ids[i] if i < 256 else i for i in ids]
+    assert pickle.loads(pickle.dumps(tokenizer)).decode(tokenizer.encode("a<x>b"), skip_special_tokens=False) == "a<x>b"
+    assert tokenizer.vocab_size == max([257, *(i + 1 for i in wanted if isinstance(i, int))])
+
+
+def test_they_are_special_as_the_configuration_says(tmp_path):
+    tokens = {"257": told("<x>"), "258": told("<y>", special=False), "259": told("<z>", rstrip=True)}
+    tokenizer = load_tokenizer(byte_level_folder(tmp_path, added_tokens_decoder=tokens))
+    assert [tokenizer.is_special(i) for i in (257, 258, 259)] == [True, False, True]
+    assert tokenizer.encode("<z> \n<y>") == [259, 258]
+    assert tokenizer.decode([257, 258]) == "<y>"
+
+
+def test_a_token_at_the_id_of_another_one_is_named(tmp_path):
+    folder = byte_level_folder(tmp_path, added_tokens_decoder={"256": told("<x>")})
+    with pytest.raises(ModelError, match=r"token 256 is '<eos>', but '<x>' in tokenizer_config\.json"):
+        load_tokenizer(folder)
+
+
+def test_older_files_that_name_tokens_are_read_too(tmp_path):
+    folder = byte_level_folder(tmp_path)
+    (folder / "added_tokens.json").write_text('{"<x>": 257}')
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": told("<eos>"), "bos_token": "<x>"}))
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.eos_ids, tokenizer.eos_id, tokenizer.bos_id) == ({3, 256}, 256, 257)
+    folder = byte_level_folder(tmp_path, eos_token="<y>")
+    assert load_tokenizer(folder).eos_id == 256, "the map has the last word"
+
+
+def test_files_may_begin_with_a_byte_order_mark(tmp_path):
+    folder = byte_level_folder(tmp_path, eos_token="<eos>", chat_template="{{ messages|length }}")
+    (folder / "chat_template.jinja").write_text("{{ messages|length }}!")
+    wanted = load_tokenizer(folder).encode("hello")
+    for path in folder.iterdir():
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.encode("hello"), tokenizer.eos_ids) == (wanted, {3, 256})
+    assert tokenizer.apply_chat_template([{}]) == "1!"
+
+
 def test_templates_by_name_and_with_arguments(tmp_path):
     templates = [
         {"name": "default", "template": "{% if thinking %}T{% endif %}{% generation %}D{% endgeneration %}"},

@@ -89,6 +89,13 @@ def test_a_form_that_no_token_spells_ends_with_that_reason(server: FakeServer, k
         assert response.json()["choices"][0]["text"] == "ab\x01c"
 
 
+def test_a_form_of_a_model_without_an_end_ends_with_that_reason():
+    with fake_server(tokenizer=vocabulary("Gemma", has_end=False), max_seq_len=CONTEXT) as server:
+        response = server.complete(PROMPT, guided_choice=["abc"], max_tokens=LENGTH)
+    assert response.status_code == 500
+    assert "the model has no token that ends an answer" in response.json()["error"]["message"]
+
+
 def test_a_tool_that_must_be_called_is_called(server: FakeServer, kind: str):
     response = server.chat("yes", tools=[TOOL], tool_choice="required", max_tokens=400)
     if kind == "WordPiece":  # has no newline, with which a call begins

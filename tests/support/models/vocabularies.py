@@ -4,7 +4,6 @@ characters, of parts of a character and of added tokens, so that its answers are
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
 
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
@@ -153,14 +152,14 @@ def fast(kind: str) -> FastTokenizer:
 
 
 @cache
-def vocabulary(kind: str, **values: Any) -> Tokenizer:
+def vocabulary(kind: str, has_end: bool = True) -> Tokenizer:
     """The tokenizer of this kind, with a chat template."""
     made = fast(kind)
     special = {i for i, token in made.get_added_tokens_decoder().items() if token.special}
     end, bos = made.token_to_id("<end>"), made.token_to_id("<s>")
     return Tokenizer(
         made,
-        SpecialTokens(frozenset(special), frozenset({end}), bos),
+        SpecialTokens(frozenset(special), frozenset({end} if has_end else ()), bos),
         is_byte_level=is_byte_level(made.decoder),
         templates=ChatTemplates({"default": TEMPLATE}, {"bos_token": "<s>", "eos_token": "<end>"}),
     )

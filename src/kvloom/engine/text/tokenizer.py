@@ -8,17 +8,16 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from kvloom.checkpoints.files import find_weights, open_file, read_json, read_text
+from kvloom.checkpoints.files import find_weights, read_text
 from kvloom.checkpoints.metadata import read_metadata
 from kvloom.contract.config import MAX_COUNT
 from kvloom.contract.errors import ModelError
 from kvloom.engine.text.chat_template import ChatTemplates
 from kvloom.engine.text.encoding import Encoder
+from kvloom.engine.text.folder_tokens import MAX_ID, content, optional_object, read_fast, tokenizer_config
 from kvloom.engine.text.gguf_ends import end_ids, named_id
 from kvloom.engine.text.gguf_tokenizer import build_fast_tokenizer
 from kvloom.engine.text.spelling import Spelling, is_byte_level, joined
-
-_MAX_ID = 1 << 22  # the largest vocabularies have a million tokens; the library makes a list of all ids between two
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,24 +160,24 @@ def _load_gguf(path: Path) -> Tokenizer:
 
 
 def _load_folder(folder: Path) -> Tokenizer:
-    open_file(folder / "tokenizer.json").close()  # excludes pipes and devices
-    fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    config = tokenizer_config(folder)
+    fast = read_fast(folder, config)
     fast.no_truncation()  # encoders' files ask for truncation and padding
     fast.no_padding()
-    config = _json(folder / "tokenizer_config.json")
-    eos = (_json(folder / "config.json") | _json(folder / "generation_config.json")).get("eos_token_id")
-    ids = _ids(folder, "eos_token_id", eos) | {fast.token_to_id(_content(config.get("eos_token")))}
-    bos = _content(config.get("bos_token"))
+    eos = (optional_object(folder / "config.json") | optional_object(folder / "generation_config.json")).get(
+        "eos_token_id"
+    )
+    bos_token, eos_token = content(config.get("bos_token")), content(config.get("eos_token"))
+    eos_id = fast.token_to_id(eos_token)
+    ids = _ids(folder, "eos_token_id", eos) | ({eos_id} if eos_id is not None else set())
     largest = max(fast.get_vocab(with_added_tokens=True).values(), default=0)
-    if largest > _MAX_ID:
-        raise ModelError(f"{folder / 'tokenizer.json'}: token id {largest} is more than {_MAX_ID}")
+    if largest > MAX_ID:
+        raise ModelError(f"{folder / 'tokenizer.json'}: token id {largest} is more than {MAX_ID}")
     return Tokenizer(
         fast,
-        SpecialTokens(_special_ids(fast), frozenset(id for id in ids if id is not None), fast.token_to_id(bos)),
+        SpecialTokens(_special_ids(fast), frozenset(ids), fast.token_to_id(bos_token), eos_id),
         is_byte_level=is_byte_level(fast.decoder),
-        templates=ChatTemplates(
-            _folder_templates(folder, config), {"bos_token": bos, "eos_token": _content(config.get("eos_token"))}
-        ),
+        templates=ChatTemplates(_folder_templates(folder, config), {"bos_token": bos_token, "eos_token": eos_token}),
         vocab_size=largest + 1,
     )
 
@@ -204,13 +203,3 @@ def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]
         stored = {"default": stored}
     path = folder / "chat_template.jinja"
     return dict(stored) | ({"default": read_text(path)} if path.exists() else {})
-
-
-def _content(token: Any) -> str:
-    """The text of a special token: configurations hold strings or {"content": ...}."""
-    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    value = read_json(path) if path.exists() else {}
-    return value if isinstance(value, dict) else {}

@@ -88,7 +88,8 @@ class Guides:
         def match() -> "Reading":
             tokenizer = self._open()
             matcher = _llguidance().LLMatcher(tokenizer, grammar, log_level=0)
-            return matcher, list(tokenizer.eos_tokens), self._spell().vocab_size
+            num_tokens = min(self._spell().vocab_size, self._num_logits)
+            return matcher, [id for id in tokenizer.eos_tokens if id < num_tokens], num_tokens
 
         return GrammarGuide(match, self._num_logits, self._pool, self._due, self._patience)
 
@@ -102,7 +103,8 @@ class Guides:
             spelling = self._spell()
             tokens = [spelling.token_bytes(i) for i in range(min(spelling.vocab_size, self._num_logits))]
             ids = spelling.encode_inside(text, is_plain=False)
-            self._marks[text] = EndMark(text, ids, tokens, sorted(spelling.eos_ids), self._num_logits)
+            ends = [id for id in sorted(spelling.eos_ids) if id < len(tokens)]
+            self._marks[text] = EndMark(text, ids, tokens, ends, self._num_logits)
         return self._marks[text]
 
     def _spell(self) -> Tokenizer:
@@ -188,23 +190,29 @@ class GrammarGuide:
             self._problem = f"{_STUCK}: {' '.join(told.split())}"
         if not mask.any():
             mask[list(self._eos_ids)] = True
+            if not self._eos_ids and not self._problem:
+                self._problem = f"{_STUCK}: the model has no token that ends an answer"
         return mask
 
 
 class _Wrapped:
-    """A tokenizer with the interface that llguidance expects. It spells every byte: those without a token of their own
-    get one behind the model's, which no mask allows.
+    """A tokenizer with the interface that llguidance expects. It spells every byte, and has an end: what the model has
+    no token for gets one behind the model's, which no mask allows.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         ids = range(tokenizer.vocab_size)
-        self.eos_token_id = min(tokenizer.eos_ids)
         self.bos_token_id = None
         self.tokens = [tokenizer.token_bytes(i) for i in ids]
         self.special_token_ids = [i for i in ids if tokenizer.is_special(i)]
         plain = set(self.tokens).difference(self.tokens[i] for i in self.special_token_ids)
         self.tokens += [byte for byte in map(bytes, zip(range(256))) if byte not in plain]
+        self.ends = sorted(tokenizer.eos_ids) or [len(self.tokens)]
+        if not tokenizer.eos_ids:
+            self.special_token_ids.append(len(self.tokens))
+            self.tokens.append(b"<end>")
+        self.eos_token_id = self.ends[0]
 
     def __call__(self, text: str) -> list[int]:
         """Ids of a piece of an answer: their bytes are the text's, which a tokenizer that changes texts (normalises
@@ -235,8 +243,10 @@ class _Wrapped:
 
 
 def _ll_tokenizer(tokenizer: Tokenizer) -> "llguidance.LLTokenizer":
-    wrapped = _llguidance().TokenizerWrapper(_Wrapped(tokenizer))
-    made: llguidance.LLTokenizer = _llguidance().LLTokenizer(wrapped, eos_token=sorted(tokenizer.eos_ids))
+    wrapped = _Wrapped(tokenizer)
+    made: llguidance.LLTokenizer = _llguidance().LLTokenizer(
+        _llguidance().TokenizerWrapper(wrapped), eos_token=wrapped.ends
+    )
     return made
 
 
