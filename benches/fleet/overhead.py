@@ -31,10 +31,10 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from kvloom.bench.client import Target, complete
-from kvloom.children import end_with_parent
 from kvloom.fleet.args import FleetArgs, Mock
 from kvloom.fleet.plan import make_plan
 from kvloom.net.listening import listen
+from kvloom.processes.inside import signal_at_end_of_thread
 from kvloom.server.run.main import serve
 
 SERVERS = ("plain", "fleet", "proxy", "bare", "ray")
@@ -111,7 +111,8 @@ def started(name: str, options: argparse.Namespace) -> Iterator[tuple[Target, in
     times = ["--port", str(port), "--step-ms", str(options.step_ms), "--token-ms", str(options.token_ms)]
     process = subprocess.Popen(
         [sys.executable, "-m", "benches.fleet.overhead", "--be", name, *times],
-        stdout=subprocess.DEVNULL, stderr=None if options.verbose else subprocess.DEVNULL, preexec_fn=end_with_parent,
+        stdout=subprocess.DEVNULL, stderr=None if options.verbose else subprocess.DEVNULL,
+        preexec_fn=signal_at_end_of_thread,
     )  # fmt: skip
     target = Target(f"http://127.0.0.1:{port}", "mock")
     try:

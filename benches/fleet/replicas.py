@@ -27,8 +27,8 @@ from typing import Any
 import httpx
 import psutil
 
-from kvloom.children import end_with_parent
 from kvloom.contract.request import SamplingParams
+from kvloom.processes.inside import signal_at_end_of_thread
 from kvloom.rank.fake import fake_answer
 
 _TEXT = "the of and to in is that for it as was with be by on not he his but at are this have from or had an they"
@@ -59,7 +59,7 @@ def serving(command: list[str], args: dict[str, Any] | None = None) -> Iterator[
         command = [*command, "--fleet", str(path)]
     process = subprocess.Popen(
         [sys.executable, "-m", "kvloom", *command, "--port", "0"],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=end_with_parent,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=signal_at_end_of_thread,
     )  # fmt: skip
     assert process.stdout is not None
     try:

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from kvloom.children import end_with_parent
+from kvloom.processes.inside import signal_at_end_of_thread
 
 WORDS = "the lighthouse keeper wrote, once more, that 12 ships had passed. "
 MIB = 1 << 20
@@ -218,7 +218,7 @@ def served(url: str | None) -> Iterator[tuple[str, int | None]]:
         yield url, None
         return
     command = [sys.executable, "-m", "kvloom.cli", "serve", "--port", "0", "--max-seq-len", "2048"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=signal_at_end_of_thread)
     try:
         assert process.stdout is not None
         for line in process.stdout:

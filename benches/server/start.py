@@ -23,8 +23,8 @@ from tests.support.ports import free_port
 from tests.support.waiting import until
 
 from kvloom.checkpoints.demo_models import find_model
-from kvloom.children import end_with_parent
 from kvloom.net.listening import is_serving
+from kvloom.processes.inside import signal_at_end_of_thread
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = "smollm2"
@@ -55,7 +55,9 @@ def environment(source: Path, cache: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def process(command: list[str], environ: Mapping[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
-    started = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, cwd=ROOT, preexec_fn=end_with_parent)
+    started = subprocess.Popen(
+        command, env=environ, stdout=subprocess.DEVNULL, cwd=ROOT, preexec_fn=signal_at_end_of_thread
+    )
     try:
         yield started
     finally:

@@ -14,6 +14,7 @@ import pytest
 from kvloom.contract.errors import BadRequest, GenerationFailed, Overloaded, TimedOut, Unavailable
 from kvloom.engine.link.channel import Channel
 from kvloom.images.messages import (
+    Alive,
     Cancel,
     Ended,
     Failed,
@@ -23,6 +24,7 @@ from kvloom.images.messages import (
     Progress,
     Ready,
     Report,
+    Sent,
     Setup,
 )
 from kvloom.server.serving.pictures.card import PictureCard, Wanted
@@ -83,7 +85,7 @@ def channel(pipeline: SlowPipeline) -> Iterator[Channel]:
 def served(sock: socket.socket) -> None:
     with sock:
         try:
-            import_module("kvloom.images.main").serve(sock)
+            import_module("kvloom.images.main").serve(Channel(sock, Setup))
         except (EOFError, OSError):
             return
 
@@ -272,3 +274,15 @@ def test_steps_and_guidance_are_the_requests_then_the_configurations_then_the_pi
     service = PictureService(PictureCard("sd", "", **card), FakePainter())
     order = service.order(Wanted("x", **wanted))
     assert (order.steps, order.guidance) == (steps, guidance)
+
+
+def test_a_painter_sends_signs_of_life_from_its_start_on():
+    ours, theirs = socket.socketpair()
+    line = import_module("kvloom.images.main").Line(theirs)
+    thread = threading.Thread(target=line.send_signs)
+    thread.start()
+    channel = Channel(ours, Sent)
+    assert channel.receive(LIMIT_S) == Alive()
+    channel.close()
+    thread.join()
+    line.close()

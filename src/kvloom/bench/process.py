@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvloom.bench.client import BenchError, Target, complete
-from kvloom.children import end_with_parent
+from kvloom.processes.inside import signal_at_end_of_thread
 
 _POLL_S = 0.01
 _LISTENING = "0A"  # the state in /proc/net/tcp
@@ -38,7 +38,7 @@ class ServerProcess:
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                preexec_fn=end_with_parent,
+                preexec_fn=signal_at_end_of_thread,
             )
         except OSError as error:
             raise BenchError(f"{shlex.join(command)} cannot be started: {error.strerror}") from None

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 
 from kvloom.contract.errors import BadRequest
-from kvloom.engine.link.signals import leave_signals_to_the_parent
 from kvloom.engine_api.codes import OK, Code, Operation, Status
 from kvloom.engine_api.engine import InferenceEngine
 from kvloom.engine_api.requests import InferenceRequest, InferenceResponse
@@ -27,6 +26,7 @@ from kvloom.engine_api.wire import (
     pack_response,
     unpack_request,
 )
+from kvloom.processes import inside
 from kvloom.streams import open_standard_streams
 
 _SIGN_S = 1.0  # seconds between two signs of life
@@ -202,7 +202,7 @@ def _take_over(fd: int) -> socket.socket:
 
 
 def main(fd: int) -> None:
-    leave_signals_to_the_parent()
+    inside.begin()
     open_standard_streams()  # otherwise the socket would get the number of one that the program has closed
     logging.basicConfig(level=logging.WARNING, format="kvloom engine: %(levelname)s %(message)s")
     host = Host(_take_over(fd))

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ems.common.sockets import candidates, serving_path
-from kvloom.children import end_with_parent
 from kvloom.contract.config import TierConfig
 from kvloom.contract.errors import ModelError
 from kvloom.pool.doctor import is_answered
+from kvloom.processes.child import lifeline
 
 FACTORY = "kvloom.rank.tier.ems:open_tier"
 _START_S = 60.0  # seconds; the first start on a machine compiles C++
@@ -51,11 +51,10 @@ def _started(pool_bytes: int) -> "subprocess.Popen[bytes]":
     log = Path(tempfile.gettempdir()) / f"kvloom-fleet-agent-{os.getuid()}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvloom", "pool", "agent", "--pool", str(pool_bytes)],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "kvloom", "pool", "agent", "--pool", str(pool_bytes), "--ends-with-stdin"],
+            stdin=lifeline(),  # however this process ends
             stdout=output,
             stderr=output,
-            preexec_fn=end_with_parent,  # however the actor ends
         )
     deadline_s = time.monotonic() + _START_S
     while not is_answered(serving_path()):

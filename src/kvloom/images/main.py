@@ -6,17 +6,46 @@
 import os
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import msgspec
 
 from kvloom.contract.errors import BadRequest, ModelError
+from kvloom.contract.frames import frame
 from kvloom.engine.link import ranklog
 from kvloom.engine.link.channel import Channel
-from kvloom.engine.link.signals import leave_signals_to_the_parent
-from kvloom.images.messages import Cancel, Ended, Failed, Order, Paint, Picture, Progress, Ready, Setup
+from kvloom.images.messages import SIGN_S, Alive, Cancel, Ended, Failed, Order, Paint, Picture, Progress, Ready, Setup
 from kvloom.images.pipeline import Cancelled, Pipeline, open_pipeline
+from kvloom.processes import inside
 
 _NICENESS = 5  # a picture takes seconds; language models, whose tokens clients wait for, come first
+
+
+class Line(Channel):
+    """The channel to the server, on which another thread sends signs of life."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock, Setup)
+        self._sending = threading.Lock()
+
+    def send(self, message: Any, timeout_s: float | None = None) -> None:
+        """See Channel."""
+        with self._sending:
+            super().send(message, timeout_s)
+
+    def send_signs(self) -> None:
+        """Send a sign of life now and then, until the server is gone. Never waits for the server to read."""
+        sign = frame(msgspec.msgpack.encode(Alive()))
+        with suppress(OSError):
+            while True:
+                with self._sending, suppress(BlockingIOError):
+                    self._sock.send(sign, socket.MSG_DONTWAIT)
+                time.sleep(SIGN_S)
 
 
 class _Desk:
@@ -56,9 +85,8 @@ class _Desk:
             self._paints.append(order)
 
 
-def serve(sock: socket.socket) -> None:
+def serve(channel: Channel) -> None:
     """Answer orders until the server closes the socket."""
-    channel = Channel(sock, Setup)
     setup: Setup = channel.receive()
     channel.expect(Order)
     if setup.cores:
@@ -103,10 +131,12 @@ def _painted(paint: Paint, pipeline: Pipeline, desk: _Desk, channel: Channel) ->
 
 def main() -> None:
     ranklog.begin(int(sys.argv[2]))
-    leave_signals_to_the_parent()
+    inside.begin()
     os.nice(_NICENESS)
+    line = Line(socket.socket(fileno=int(sys.argv[1])))
+    threading.Thread(target=line.send_signs, name="signs of life", daemon=True).start()
     try:
-        serve(socket.socket(fileno=int(sys.argv[1])))
+        serve(line)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 

@@ -95,5 +95,11 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     field: str = ""
 
 
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life, sent every SIGN_S from the start on, also while a pipeline is loaded and during a step."""
+
+
+SIGN_S = 1.0
 Report: TypeAlias = Progress | Picture | Ended
-Loaded: TypeAlias = Ready | Failed
+Sent: TypeAlias = Report | Alive
+Loaded: TypeAlias = Ready | Failed | Alive

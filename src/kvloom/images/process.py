@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -20,19 +20,22 @@ from kvloom.contract.errors import BadRequest, GenerationFailed, ModelError, Ser
 from kvloom.contract.frames import FrameBuffer, frame
 from kvloom.engine.link import ranklog
 from kvloom.engine.link.channel import Channel
-from kvloom.engine.link.signals import signals_held_at_start
+from kvloom.engine.link.executor import RankDied
 from kvloom.engine.link.starting import ended, starting
 from kvloom.images.files import check_pipeline
-from kvloom.images.messages import Cancel, Ended, Failed, Loaded, Paint, PipelineInfo, Report, Setup
+from kvloom.images.messages import Alive, Cancel, Ended, Failed, Loaded, Paint, PipelineInfo, Ready, Report, Sent, Setup
+from kvloom.processes.child import lifeline, signals_held_at_start
 
 log = logging.getLogger(__name__)
 
 _EXIT_S = 1.0  # seconds that the process gets to end by itself
 _READ_BYTES = 1 << 16
+_SILENCE_S = 120.0  # a process that sent no sign of life for so long hangs
 _MAX_DELAY_S = 10.0  # longest pause between two tries to start it again
+_PROGRAM = (sys.executable, "-m", "kvloom.images.main")
 _LIBRARIES = ("diffusers", "transformers", "torch", "PIL")
 _encode = msgspec.msgpack.Encoder().encode
-_decode: Any = msgspec.msgpack.Decoder(Report).decode
+_decode: Any = msgspec.msgpack.Decoder(Sent).decode
 
 
 class Painter(Protocol):
@@ -128,13 +131,16 @@ class PictureProcess:
         """Raises ModelError."""
         ours, theirs = socket.socketpair()
         level = str(ranklog.level())
-        command = [sys.executable, "-m", "kvloom.images.main", str(theirs.fileno()), level]
+        command = [*_PROGRAM, str(theirs.fileno()), level]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        pipe, null = subprocess.PIPE, subprocess.DEVNULL
         with theirs, signals_held_at_start():
             try:
                 self._process = subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], stdin=null, stderr=pipe, env=environment
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    stdin=lifeline(),
+                    stderr=subprocess.PIPE,
+                    env=environment,
                 )
             except OSError as error:
                 ours.close()
@@ -147,11 +153,20 @@ class PictureProcess:
         channel = Channel(ours, Loaded)
         with starting(self._setup.path, self._exit_reason, self._end):
             channel.send(self._setup)
-            loaded: Loaded = channel.receive()
+            loaded = self._loaded(channel)
         if isinstance(loaded, Failed):
             self._end()
             raise ModelError(loaded.error)
         return loaded.info
+
+    def _loaded(self, channel: Channel) -> Ready | Failed:
+        """The first message that is no sign of life. Raises RankDied when none comes for too long."""
+        try:
+            while isinstance(loaded := cast(Loaded, channel.receive(_SILENCE_S)), Alive):
+                pass
+        except TimeoutError:
+            raise RankDied(_silent()) from None
+        return loaded
 
     def _end(self) -> None:
         with contextlib.suppress(OSError):
@@ -189,14 +204,17 @@ class PictureProcess:
         """Read reports; start the process again when it has died, until it is closed."""
         while True:
             reader, self._writer = await asyncio.open_connection(sock=self._sock)
-            self.is_ready = True
+            self.is_ready, hung = True, ""
             try:
                 await self._read(reader)
+            except TimeoutError:
+                hung = _silent()
+                self._process.kill()
             except (ConnectionError, msgspec.MsgspecError) as error:
                 log.error("%s: its process cannot be understood: %s", self._name, error)
             self.is_ready = False
             self._writer.close()
-            reason = await asyncio.to_thread(self._exit_reason)
+            reason = hung or await asyncio.to_thread(self._exit_reason)
             if self._reports is not None:
                 stopping = Unavailable("the server is stopping")
                 self._reports.put_nowait(stopping if self._is_closed else GenerationFailed(reason))
@@ -204,11 +222,14 @@ class PictureProcess:
                 return
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Deliver reports until the process ends. Raises TimeoutError when it sends no sign of life."""
         received = FrameBuffer()
-        while data := await reader.read(_READ_BYTES):
+        while data := await _some(reader):
             received.feed(data)
             while received.is_whole:
-                self._deliver(_decode(received.take()))
+                sent = _decode(received.take())
+                if not isinstance(sent, Alive):
+                    self._deliver(sent)
 
     def _deliver(self, report: Report) -> None:
         """Deliver a report to its order; reports of cancelled orders are dropped."""
@@ -228,3 +249,16 @@ class PictureProcess:
                 continue
             self.num_restarts += is_there
             return is_there
+
+
+async def _some(reader: asyncio.StreamReader) -> bytes:
+    """The next bytes, none at the end. Raises TimeoutError when none come for _SILENCE_S: twice for half as long, since
+    the first wait is over at once where this process was halted, maybe together with the other.
+    """
+    with contextlib.suppress(TimeoutError):
+        return await asyncio.wait_for(reader.read(_READ_BYTES), _SILENCE_S / 2)
+    return await asyncio.wait_for(reader.read(_READ_BYTES), _SILENCE_S / 2)
+
+
+def _silent() -> str:
+    return f"the model process gave no sign of life for {_SILENCE_S:g} s"

@@ -35,6 +35,7 @@ from kvloom.pool.storage.opening import prepare
 from kvloom.pool.storage.segments import huge_pages_in_use
 from kvloom.pool.stores.engine import open_engine
 from kvloom.pool.stores.tier import EngineTier
+from kvloom.processes.inside import signal_at_end_of_stdin
 
 if TYPE_CHECKING:
     from kvloom.pool.cluster.tls_channel import NodeTls
@@ -271,6 +272,8 @@ def serve(config: AgentConfig) -> None:
     stop_read, stop_write = os.pipe()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os.write(stop_write, _STOP))
+    if config.ends_with_stdin:
+        signal_at_end_of_stdin(signal.SIGCONT)  # it ends also where it is stopped then
     prepare_libraries(config)
     agent = Agent(config)
     agent.start()

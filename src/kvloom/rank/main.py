@@ -35,7 +35,7 @@ from kvloom.contract.messages import (
 from kvloom.engine.link import ranklog
 from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.rankargs import parse
-from kvloom.engine.link.signals import leave_signals_to_the_parent
+from kvloom.processes import inside
 from kvloom.rank.machine import is_out_of_memory, trim_heap
 from kvloom.rank.pages import PagesAhead
 from kvloom.rank.tier.tier import KvRunner, with_tier
@@ -140,7 +140,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(str(error))
     ranklog.begin(given.level)
-    leave_signals_to_the_parent()
+    inside.begin()
     gc.disable()  # a fifth of the time that imports take
     _opener("fake" if given.is_mock else "")  # imports while the server reads the tokenizer
     try:

@@ -22,7 +22,7 @@ from kvloom.contract.frames import FrameBuffer, frame
 from kvloom.contract.hosted import HostOrder, HostReport, HostSetup
 from kvloom.contract.messages import Failed, Ready
 from kvloom.engine.link import ranklog
-from kvloom.engine.link.signals import leave_signals_to_the_parent
+from kvloom.processes import inside
 from kvloom.vllm.arguments import arguments_of
 
 _READ_BYTES = 1 << 16
@@ -118,7 +118,7 @@ def main() -> None:
     named = next((name for at, name in _LEVELS if level <= at), "ERROR")
     for name, value in {**_ENVIRONMENT, "VLLM_LOGGING_LEVEL": named}.items():
         os.environ.setdefault(name, value)
-    leave_signals_to_the_parent()
+    inside.begin()
     sock = socket.socket(fileno=number)
     sock.set_inheritable(False)
     os.register_at_fork(after_in_child=lambda: os.close(number))  # else the server would not notice this process's end

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -142,7 +143,8 @@ def test_a_killed_host_ends_its_requests_and_the_engine_can_be_initialised_again
     assert lines == ["init 0 ", "forward 0 ", *ends, *calls, "ended 2", "again 0 ", "finalize 0 Success"]
 
 
-def test_a_killed_program_takes_its_host_and_its_model_along(tmp_path):
+@pytest.mark.parametrize("are_stopped", [False, True])
+def test_a_killed_program_takes_its_host_and_its_model_along(tmp_path, are_stopped):
     host, config = real_host(tmp_path), write_config(tmp_path)
     program, data = compile_example(), tmp_path / "data.csv"
     data.write_text("1,2,3\n" * 1000)
@@ -153,6 +155,8 @@ def test_a_killed_program_takes_its_host_and_its_model_along(tmp_path):
         process.stdout.readline()
         pid = int(Path(f"{host}.pid").read_text())
         processes = [pid, *children_of(pid)]
+        for each in processes if are_stopped else ():
+            os.kill(each, signal.SIGSTOP)
         process.kill()
     assert len(processes) >= 2
     until(lambda: not any(is_running(pid) for pid in processes))

@@ -30,8 +30,8 @@ from kvloom.contract.messages import (
 from kvloom.engine.link import ranklog
 from kvloom.engine.link.channel import Channel, ready_of
 from kvloom.engine.link.executor import RankDied
-from kvloom.engine.link.signals import signals_held_at_start
 from kvloom.engine.link.starting import ended, starting
+from kvloom.processes.child import lifeline, signals_held_at_start
 
 _EXIT_S = 3.0  # seconds that it gets to end by itself
 
@@ -159,9 +159,8 @@ class Host:
         ours, theirs = socket.socketpair()
         with theirs, signals_held_at_start():
             command = [*self._program, str(theirs.fileno()), str(ranklog.level())]
-            pipe, null = subprocess.PIPE, subprocess.DEVNULL
             self._process = subprocess.Popen(
-                command, pass_fds=(theirs.fileno(),), stdin=null, stderr=pipe, start_new_session=True
+                command, pass_fds=(theirs.fileno(),), stdin=lifeline(), stderr=subprocess.PIPE, start_new_session=True
             )
         assert self._process.stderr is not None
         self._log: threading.Thread = ranklog.relay(self._process.stderr, "engine")

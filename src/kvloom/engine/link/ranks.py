@@ -34,9 +34,9 @@ from kvloom.engine.link import ranklog
 from kvloom.engine.link.channel import Channel, ready_of
 from kvloom.engine.link.executor import RankDied, max_submitted
 from kvloom.engine.link.rankargs import RankArguments
-from kvloom.engine.link.signals import signals_held_at_start
 from kvloom.engine.link.starting import ended, starting
 from kvloom.engine.schedule.transfers import Moves
+from kvloom.processes.child import lifeline, signals_held_at_start
 
 _EXIT_S = 1.0  # seconds that a rank gets to end by itself
 _SILENCE_S = 300.0  # seconds without a sign of life after which a rank that is loaded again is given up
@@ -162,10 +162,11 @@ class RankExecutor:
             device = config.device_ids[rank] if config.device_ids else rank
             is_mock, level = config.backend == "fake", ranklog.level()
             given = RankArguments(rank, config.world_size, device, is_mock, theirs.fileno(), level)
-            null, pipe = subprocess.DEVNULL, subprocess.PIPE
             command = [*self._program, *given.argv()]
             with signals_held_at_start():
-                process = subprocess.Popen(command, pass_fds=(theirs.fileno(), place), stdin=null, stderr=pipe)
+                process = subprocess.Popen(
+                    command, pass_fds=(theirs.fileno(), place), stdin=lifeline(), stderr=subprocess.PIPE
+                )
         assert process.stderr is not None
         self._logs.append(ranklog.relay(process.stderr, f"rank {rank}"))
         self._processes.append(process)

@@ -55,6 +55,7 @@ void Link::AfterForkInChild()
     for (const std::shared_ptr<Link> &link : *links) {
         if (!link->is_forked_) {
             close(link->host_.fd);
+            close(link->host_.lifeline);
             link->is_forked_ = true;
         }
     }
@@ -223,6 +224,8 @@ void Link::Release()
         links->erase(std::remove(links->begin(), links->end(), shared_from_this()), links->end());
     }
     ReapHost(host_.pid);
+    Held held(lock);
+    close(host_.lifeline);
 }
 
 /* Sends a call and waits for its answer; ERROR if the host is lost or sends no sign of life in time. Lock held. */

@@ -141,7 +141,7 @@ private:
     std::string mismatch_;    /* why the host's hello was refused */
     std::string why_lost_;
     std::string callback_error_;  /* message of the first exception that a callback threw */
-    HostProcess host_{-1, -1};
+    HostProcess host_{-1, -1, -1};
     Clock::time_point heard_;     /* when the last message was received */
     std::map<uint32_t, Call *> calls_;
     std::map<uint64_t, std::shared_ptr<Running>> running_;

@@ -49,16 +49,41 @@ std::string FindHost()
     return access(installed.c_str(), X_OK) == 0 ? installed : "";
 }
 
+/* A pipe whose reading end does not have a number that the host's descriptors will have. False with errno. */
+static bool MakeLifeline(int *ends)
+{
+    int made[2];
+    if (pipe2(made, O_CLOEXEC) != 0) {
+        return false;
+    }
+    ends[0] = fcntl(made[0], F_DUPFD_CLOEXEC, HOST_FD + 1);
+    ends[1] = made[1];
+    const int error = errno;
+    close(made[0]);
+    if (ends[0] < 0) {
+        close(made[1]);
+        errno = error;
+    }
+    return ends[0] >= 0;
+}
+
 int StartHost(const std::string &program, HostProcess *started)
 {
     int ends[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) {
         return errno;
     }
+    int lifeline[2];
+    if (!MakeLifeline(lifeline)) {
+        const int error = errno;
+        close(ends[0]);
+        close(ends[1]);
+        return error;
+    }
     posix_spawn_file_actions_t actions;
     posix_spawn_file_actions_init(&actions);
     posix_spawn_file_actions_adddup2(&actions, ends[1], HOST_FD);
-    posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
+    posix_spawn_file_actions_adddup2(&actions, lifeline[0], STDIN_FILENO);
 
     /* signals as in a new process, whatever this one ignores or blocks */
     posix_spawnattr_t attributes;
@@ -79,11 +104,14 @@ int StartHost(const std::string &program, HostProcess *started)
     posix_spawnattr_destroy(&attributes);
     posix_spawn_file_actions_destroy(&actions);
     close(ends[1]);
+    close(lifeline[0]);
     if (error != 0) {
         close(ends[0]);
+        close(lifeline[1]);
         return error;
     }
     started->fd = ends[0];
+    started->lifeline = lifeline[1];
     return 0;
 }
 

@@ -15,11 +15,12 @@ std::string FindHost();
 
 struct HostProcess {
     pid_t pid;
-    int fd;  /* this side's end of the socket; closes at exec */
+    int fd;        /* this side's end of the socket; closes at exec */
+    int lifeline;  /* the writing end of the host's standard input, which ends with this process; closes at exec */
 };
 
 /*
- * Starts the host. It inherits only environment, working directory, standard output and standard error. Returns 0 or an
+ * Starts the host. It ends with this process. It inherits only environment, working directory, standard output and standard error. Returns 0 or an
  * errno. No fork of this process may happen meanwhile: the child would keep the socket open.
  */
 int StartHost(const std::string &program, HostProcess *started);

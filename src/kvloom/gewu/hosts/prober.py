@@ -13,6 +13,7 @@ from kvloom.gewu.descriptors import is_spare
 from kvloom.gewu.modelfiles import MAX_FILES, ModelFiles
 from kvloom.gewu.prober.main import MAX_MESSAGE_BYTES, Answer, Question
 from kvloom.gewu.prober.probe import Found
+from kvloom.processes.child import lifeline
 
 _LOOK_S = 3.0  # a model takes about a millisecond
 _START_S = 30.0
@@ -104,7 +105,7 @@ class Prober:
                     "kvloom.gewu.prober.main",
                     str(theirs.fileno()),
                     pass_fds=(theirs.fileno(),),
-                    stdin=asyncio.subprocess.DEVNULL,
+                    stdin=lifeline(),
                     process_group=0,  # Ctrl-C is for the daemon
                 )
             await _receive(ours, _START_S)

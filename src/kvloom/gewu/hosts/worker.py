@@ -25,6 +25,7 @@ from kvloom.gewu.protocol.messages import (
     Ready,
     Report,
 )
+from kvloom.processes.child import lifeline
 
 _CLOSE_S = 1.0
 _START_FACTOR = 4  # the engine's libraries are imported before its first message
@@ -53,7 +54,7 @@ class WorkerProcess:
                 process = await asyncio.create_subprocess_exec(
                     *command,
                     pass_fds=(theirs.fileno(), *model_fds),
-                    stdin=asyncio.subprocess.DEVNULL,
+                    stdin=lifeline(),
                     process_group=0,  # Ctrl-C is for the daemon
                 )
             except OSError:

@@ -5,19 +5,17 @@ The files are untrusted. Here they cost neither the daemon's time nor its memory
 
 import os
 import resource
-import signal
 import socket
 import sys
 from contextlib import suppress
 
 import msgspec
 
-from kvloom.children import end_with_parent
-from kvloom.engine.link.signals import leave_signals_to_the_parent
 from kvloom.gewu.codes import Code, Refused, shown
 from kvloom.gewu.modelfiles import MAX_FILES, ModelFiles, open_files
 from kvloom.gewu.prober.capabilities import only_those_of
 from kvloom.gewu.prober.probe import Found, probe
+from kvloom.processes import inside
 
 MAX_MESSAGE_BYTES = 128 << 10
 _MAX_BYTES = 512 << 20  # bytes of address space, of which Python and its libraries take 100 to 300 MiB
@@ -70,8 +68,7 @@ def _limit_memory() -> None:
 
 
 def main() -> None:
-    leave_signals_to_the_parent()
-    end_with_parent(signal.SIGKILL)  # also where this process is stopped, or reads from a file system that hangs
+    inside.begin()
     _limit_memory()
     sock = socket.socket(fileno=int(sys.argv[1]))
     with suppress(BrokenPipeError, ConnectionResetError):

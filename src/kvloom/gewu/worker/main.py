@@ -5,7 +5,6 @@ One thread: it reads orders between two steps and sends the events of each step.
 
 import importlib
 import os
-import signal
 import socket
 import sys
 import time
@@ -15,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from kvloom.checkpoints.footprint import STORED
-from kvloom.children import end_with_parent
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError, ServingError
 from kvloom.contract.messages import Progress
@@ -24,7 +22,6 @@ from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.executor import InProcessExecutor
-from kvloom.engine.link.signals import leave_signals_to_the_parent
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.gewu.codes import shown
 from kvloom.gewu.protocol.messages import (
@@ -44,6 +41,7 @@ from kvloom.gewu.protocol.messages import (
 )
 from kvloom.gewu.qos import ClassPlanner, Level
 from kvloom.gewu.worker.cpushare import CpuShare
+from kvloom.processes import inside
 from kvloom.rank.byte_tokenizer import ByteTokenizer
 from kvloom.rank.main import open_runner
 from kvloom.rank.pages import release_blocks
@@ -213,8 +211,7 @@ def _fit(config: EngineConfig) -> tuple[EngineConfig, int, int]:
 
 
 def main() -> None:
-    leave_signals_to_the_parent()
-    end_with_parent(signal.SIGKILL)  # also where this process is stopped, or reads from a file system that hangs
+    inside.begin()
     sock = socket.socket(fileno=os.dup(int(sys.argv[1])))  # the lowest free number: select has a limit
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         channel = Channel(sock, Open)

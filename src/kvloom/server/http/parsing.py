@@ -23,7 +23,7 @@ from typing import Any
 
 from kvloom.contract.errors import NotFound, Overloaded, ServingError
 from kvloom.contract.images import Sight
-from kvloom.engine.link.signals import signals_held_at_start
+from kvloom.processes.child import signals_held_at_start
 from kvloom.server.errors import BUG_TEXT, TooLarge
 from kvloom.server.http.reply import Endpoint, HttpRequest
 from kvloom.server.serving.inline import NotInline, inline
@@ -229,8 +229,8 @@ class _Process:
             setup = Setup(tuple(services), self._models.options, self._models.picture_names)
             self._setup = pickle.dumps((sys.path, pickle.dumps(setup)))
         assert self._process.stdin is not None
-        with self._process.stdin as pipe:
-            pipe.write(self._setup)
+        self._process.stdin.write(self._setup)
+        self._process.stdin.flush()  # it stays open: its end would end the process
         self._control = ours
         return ours
 
@@ -241,6 +241,8 @@ class _Process:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
             self._process = None
 
 

@@ -17,11 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from kvloom.children import end_with_parent
 from kvloom.contract.errors import ServingError
 from kvloom.contract.images import Sight
 from kvloom.contract.messages import RankInfo
-from kvloom.engine.link.signals import leave_signals_to_the_parent
+from kvloom.processes import inside
 from kvloom.server.config.settings import ServerConfig
 from kvloom.server.dialects.operators.status import Control
 from kvloom.server.errors import BUG_TEXT, TooLarge
@@ -52,9 +51,10 @@ class _Engine:
 
 def main() -> None:
     """Fork and kill workers on the server's orders, until it closes the socket."""
-    leave_signals_to_the_parent()
+    inside.leave_signals_to_the_parent()
     control = socket.socket(fileno=int(sys.argv[1]))
     sys.path[:], setup = pickle.load(sys.stdin.buffer)
+    inside.begin()
     models, endpoints = _served(pickle.loads(setup))
     gc.collect()
     gc.disable()  # a worker's memory is freed when it ends
@@ -108,7 +108,7 @@ def _fork(sock: socket.socket, control: socket.socket, models: Models, endpoints
         return process_id
     status = 1
     try:
-        end_with_parent(signal.SIGKILL)  # whatever it is doing: no other process would end it
+        inside.signal_at_end_of_thread(signal.SIGKILL)  # whatever it is doing: no other process would end it
         if os.getppid() != parent:
             return 0
         control.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.engine.link.signals import signals_held_at_start
+from kvloom.processes.child import signals_held_at_start
 from tests.support.processes import CLI, facts_of
 from tests.support.waiting import WAIT_S, until
 
@@ -16,7 +16,7 @@ CHILD = """
 import signal, sys
 print("up", flush=True)
 sys.stdin.readline()
-from kvloom.engine.link.signals import leave_signals_to_the_parent
+from kvloom.processes.inside import leave_signals_to_the_parent
 leave_signals_to_the_parent()
 print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
 """
