@@ -302,7 +302,8 @@ def test_several_models_can_be_chosen_from(open_page: Open):
 def test_the_configuration_is_shown(slow: FakeServer, open_page: Open):
     page = open_page(slow.url + "/console#config")
     terms = page.locator("#config-groups dt")
-    expect(terms.filter(has_text=re.compile("^max_link_num$"))).to_have_count(1)
+    expect(terms.filter(has_text=re.compile("^max_link_num maxLinkNum$"))).to_have_count(1)  # config.json's name too
+    expect(page.locator("#config-groups dd").filter(has_text="[object")).to_have_count(0)
     expect(page.locator("#config-groups h2")).to_have_text(["Server", f"Model {MODEL}"])
 
 

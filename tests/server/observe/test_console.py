@@ -142,8 +142,11 @@ def test_the_configuration_is_shown_without_secrets(server: FakeServer):
     tls = TlsConfig((Path("/ca.pem"),), Path("/cert.pem"), secret, secret, secret, secret, ())
     options = {"socket": "/run/pool.sock", "access_id": "secret-id", "access_key_file": "/secret/key"}
     engine = EngineConfig(backend="fake", kv_tier=TierConfig("a.b:c", 0.5, options))
-    view = config_view(ServerConfig((ModelCard("m", engine),), tls=tls, api_key_hashes=("sha256$secret$secret",)))
+    card = ModelCard("m", engine, prompts={"query": "Represent: ", "passage": ""})
+    view = config_view(ServerConfig((card,), tls=tls, api_key_hashes=("sha256$secret$secret",)))
+    assert view["models"][0]["prompts"] == "query: Represent: , passage: ", "text, as every value is"
     assert "secret" not in json.dumps(view)
+    assert view["keys"]["max_link_num"] == "maxLinkNum"
     assert view["server"]["api_keys"] == 1
     assert view["server"]["tls_key"] == "set"
     assert view["models"][0]["kv_pool_socket"] == "/run/pool.sock"

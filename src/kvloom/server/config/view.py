@@ -1,10 +1,12 @@
 """The configuration as the server runs it, for people, without secrets and their paths."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from kvloom.contract.config import TierConfig
+from kvloom.server.config.keys import LAYOUT_1, keys_of
 from kvloom.server.config.settings import ServerConfig
 from kvloom.server.serving.card import ModelCard
 
@@ -13,7 +15,9 @@ _SECRET_TIER_OPTIONS = ("access_id", "access_key_file")
 
 
 def config_view(config: ServerConfig) -> dict[str, Any]:
-    """{"server": {name: value}, "models": [{name: value}]} of plain values; None = decided at start."""
+    """{"server": {name: value}, "models": [{name: value}]} of plain values, None = decided at start; and "keys": the
+    name in config.json of each that has one.
+    """
     server = _plain(
         config,
         "models",
@@ -39,7 +43,10 @@ def config_view(config: ServerConfig) -> dict[str, Any]:
         server["otlp_endpoint"] = MASKED
     server["log_level"], server["log_path"] = config.log.level, _value(config.log.path)
     models = [*map(_model, config.models), *map(_plain, config.pictures)]
-    return {"server": {**server, **_plain(config.options)}, "models": models}
+    view: dict[str, Any] = {"server": {**server, **_plain(config.options)}, "models": models}
+    shown = view["server"].keys() | {name for model in models for name in model}
+    keys = {key.setting: path.rpartition(".")[2] for path, key in keys_of(LAYOUT_1) if key.setting in shown}
+    return view | {"keys": keys}
 
 
 def _model(card: ModelCard) -> dict[str, Any]:
@@ -71,6 +78,8 @@ def _plain(item: Any, *but: str) -> dict[str, Any]:
 def _value(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {each}" for name, each in value.items())
     return (
         ", ".join(sorted(map(str, value)) if isinstance(value, frozenset) else map(str, value))
         if isinstance(value, tuple | frozenset)

@@ -2,16 +2,17 @@
 
 import { byId, make, number } from "./dom.js";
 
-export function drawConfig({ version, server, models }) {
+export function drawConfig({ version, server, models, keys }) {
   byId("config-groups").replaceChildren(
-    group("Server", { version, ...server }),
-    ...models.map((model) => group(`Model ${model.name}`, model)),
+    group("Server", { version, ...server }, keys),
+    ...models.map((model) => group(`Model ${model.name}`, model, keys)),
   );
 }
 
-function group(title, values) {
+// keys: config.json's names
+function group(title, values, keys) {
   const rows = Object.entries(values).flatMap(([name, value]) => [
-    make("dt", { textContent: name }),
+    make("dt", { textContent: `${name} ${keys[name] ?? ""}`.trim() }),
     make("dd", { class: isUnset(value) ? "unset" : "", textContent: shown(value) }),
   ]);
   return make("section", { class: "panel" }, make("h2", { textContent: title }), make("dl", {}, ...rows));
