@@ -34,6 +34,9 @@ def test_a_load_is_answered_whole_and_its_point_adds_up():
     assert [answer.num_tokens for answer in answers] == [7] * 6
     assert point.tok_s == round(42 / wall_s, 1)
     assert point.num_short == 0
+    assert point.requests_s == round(6 / wall_s, 2)
+    assert point.total_tok_s == round((42 + 6 * wanted.input_len) / wall_s, 1)
+    assert point.e2el_ms.p50 >= point.ttft_ms.p50
     assert 0 < point.ttft_ms.p50 <= point.ttft_ms.p90 <= point.ttft_ms.p99
 
 
@@ -64,7 +67,7 @@ def test_times_of_an_answer():
 def test_percentiles_interpolate():
     assert load.percentiles([0.0, 0.1]) == load.Percentiles(50.0, 90.0, 99.0)
     assert load.percentiles([0.2]) == load.Percentiles(200.0, 200.0, 200.0)
-    assert load.percentiles([]) == load.Percentiles(0.0, 0.0, 0.0)
+    assert load.percentiles([]) == load.Percentiles(None, None, None), "nothing measured is not 0"
 
 
 @pytest.mark.parametrize(

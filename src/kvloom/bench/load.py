@@ -44,16 +44,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Milliseconds."""
+    """Milliseconds; None = nothing was measured."""
 
-    p50: float
-    p90: float
-    p99: float
+    p50: float | None
+    p90: float | None
+    p99: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Results of one load. tok_s: tokens of the answers over the wall time of the whole load."""
+    """Results of one load. Rates are over the wall time of the whole load; tok_s: tokens of the answers."""
 
     concurrency: int
     num_prompts: int
@@ -64,6 +64,9 @@ class Point:
     tpot_ms: Percentiles
     gap_ms: Percentiles  # between two pieces of one answer
     num_short: int  # answers of fewer tokens than asked for
+    requests_s: float = 0.0  # answers a second
+    total_tok_s: float = 0.0  # tokens of prompts and answers a second
+    e2el_ms: Percentiles = Percentiles(None, None, None)  # from a request to the end of its answer
 
 
 async def run(target: Target, load: Load, seed: str, progress: Progress | None = None) -> tuple[list[Answer], float]:
@@ -108,16 +111,19 @@ def summarise(load: Load, answers: Sequence[Answer], wall_s: float) -> Point:
         output_len=load.output_len,
         tok_s=round(sum(answer.num_tokens for answer in answers) / wall_s, 1),
         ttft_ms=percentiles([answer.ttft_s for answer in answers]),
-        tpot_ms=percentiles([answer.tpot_s for answer in answers]),
+        tpot_ms=percentiles([answer.tpot_s for answer in answers if len(answer.gaps_s) > 0]),
         gap_ms=percentiles([gap for answer in answers for gap in answer.gaps_s]),
         num_short=sum(answer.num_tokens < load.output_len for answer in answers),
+        requests_s=round(len(answers) / wall_s, 2),
+        total_tok_s=round(sum(load.shared_len + load.input_len + each.num_tokens for each in answers) / wall_s, 1),
+        e2el_ms=percentiles([answer.times_s[-1] - answer.started_s for answer in answers]),
     )
 
 
 def percentiles(values_s: Sequence[float]) -> Percentiles:
-    """Percentiles by linear interpolation; all 0 without values."""
+    """Percentiles by linear interpolation; all None without values."""
     if len(values_s) < 2:
-        value = round(1e3 * values_s[0], 2) if values_s else 0.0
+        value = round(1e3 * values_s[0], 2) if values_s else None
         return Percentiles(value, value, value)
     cuts = statistics.quantiles(values_s, n=100, method="inclusive")
     return Percentiles(*(round(1e3 * cuts[q - 1], 2) for q in (50, 90, 99)))

@@ -12,14 +12,23 @@ Row = dict[str, object]
 
 
 def server_table(points: Sequence[Point]) -> Table:
-    table = Table("concurrency", "tok/s", "TTFT p50", "p90", "p99", "TPOT p50", "gap p99 (ms)", title="Server")
+    """Times in ms; E2EL: from a request to the end of its answer."""
+    rates = ("req/s", "tok/s", "with prompts")
+    table = Table(
+        "concurrency", *rates, "TTFT p50", "p90", "p99", "TPOT p50", "gap p99", "E2EL p50", title="Server, ms"
+    )
     for column in table.columns:
         column.justify = "right"
     for point in points:
         ttft = point.ttft_ms
-        values = (point.tok_s, ttft.p50, ttft.p90, ttft.p99, point.tpot_ms.p50, point.gap_ms.p99)
-        table.add_row(str(point.concurrency), *(f"{value:,.1f}" for value in values))
+        rates_s = (point.requests_s, point.tok_s, point.total_tok_s)
+        times = (ttft.p50, ttft.p90, ttft.p99, point.tpot_ms.p50, point.gap_ms.p99, point.e2el_ms.p50)
+        table.add_row(str(point.concurrency), *map(_shown, (*rates_s, *times)))
     return table
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
 
 
 def kernel_table(rows: Sequence[Row]) -> Table:
@@ -48,7 +57,7 @@ def plot(title: str, points: Sequence[Point], kernels: Sequence[Row]) -> str:
         Line("memory's limit", _in_sight(points, decode), "#dc2626", is_dashed=True),
     ]
     ttft = [
-        Line(name, [(point.concurrency, getattr(point.ttft_ms, name)) for point in points], color)
+        Line(name, [(point.concurrency, getattr(point.ttft_ms, name)) for point in points if point.ttft_ms.p50], color)
         for name, color in (("p50", "#2563eb"), ("p90", "#9333ea"), ("p99", "#ea580c"))
     ]
     table: list[Row] = [

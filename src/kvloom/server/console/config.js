@@ -1,4 +1,4 @@
-// The view of the server's effective configuration.
+// The server's configuration.
 
 import { byId, make, number } from "./dom.js";
 
@@ -9,10 +9,9 @@ export function drawConfig({ version, server, models, keys }) {
   );
 }
 
-// keys: config.json's names
 function group(title, values, keys) {
   const rows = Object.entries(values).flatMap(([name, value]) => [
-    make("dt", { textContent: `${name} ${keys[name] ?? ""}`.trim() }),
+    make("dt", { textContent: `${name} ${keys[name] ?? ""}` }),
     make("dd", { class: isUnset(value) ? "unset" : "", textContent: shown(value) }),
   ]);
   return make("section", { class: "panel" }, make("h2", { textContent: title }), make("dl", {}, ...rows));

@@ -1,4 +1,4 @@
-// Helpers for the DOM. Text is inserted by textContent only, never as HTML.
+// Text is inserted by textContent only, never as HTML.
 
 export const byId = (id) => document.getElementById(id);
 
