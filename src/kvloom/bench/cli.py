@@ -80,7 +80,7 @@ def bench(
     if kernels:
         console.print(report.kernel_table(kernels))
     if points:
-        console.print(report.server_table(points))
+        console.print(*report.server_tables(points))
     for name, value in common.items():
         console.print(f"{name}: {value}", highlight=False)
     if save_json:

@@ -11,19 +11,22 @@ from kvloom.bench.plot import Chart, Line, page
 Row = dict[str, object]
 
 
-def server_table(points: Sequence[Point]) -> Table:
-    """Times in ms; E2EL: from a request to the end of its answer."""
-    rates = ("req/s", "tok/s", "with prompts")
-    table = Table(
-        "concurrency", *rates, "TTFT p50", "p90", "p99", "TPOT p50", "gap p99", "E2EL p50", title="Server, ms"
-    )
+def server_tables(points: Sequence[Point]) -> list[Table]:
+    """Rates, then times in ms; E2EL: from a request to the end of its answer."""
+    rates = _table("Server", "concurrency", "requests/s", "tok/s", "tok/s with prompts")
+    times = _table("Server, ms", "concurrency", "TTFT p50", "p90", "p99", "TPOT p50", "gap p99", "E2EL p50", "p99")
+    for each in points:
+        ttft, e2el = each.ttft_ms, each.e2el_ms
+        rates.add_row(str(each.concurrency), *map(_shown, (each.requests_s, each.tok_s, each.total_tok_s)))
+        values = (ttft.p50, ttft.p90, ttft.p99, each.tpot_ms.p50, each.gap_ms.p99, e2el.p50, e2el.p99)
+        times.add_row(str(each.concurrency), *map(_shown, values))
+    return [rates, times]
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(*columns, title=title)
     for column in table.columns:
         column.justify = "right"
-    for point in points:
-        ttft = point.ttft_ms
-        rates_s = (point.requests_s, point.tok_s, point.total_tok_s)
-        times = (ttft.p50, ttft.p90, ttft.p99, point.tpot_ms.p50, point.gap_ms.p99, point.e2el_ms.p50)
-        table.add_row(str(point.concurrency), *map(_shown, (*rates_s, *times)))
     return table
 
 
