@@ -1,10 +1,12 @@
 # make serve   a real model on http://127.0.0.1:1025        make test   every test
+# SERVE='--port 8000' gives options to the server.
 PY ?= python3
 BIN := .venv/bin
 
 # What serving needs is installed with uv if it is available (UV= avoids it), else with pip; both show their downloads.
-# Meanwhile kvloom.prepare fetches the demo model and compiles the kernels.
+# Meanwhile kvloom.prepare fetches the demo model and compiles the kernels (PREPARE=true leaves it to the start).
 UV ?= $(shell command -v uv)
+PREPARE = PYTHONPATH=src $(PY) -m kvloom.prepare
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .PHONY: install setup browser serve demo test compat compat-vllm check coverage golden mutants bench findings audit wheel clean
@@ -16,7 +18,7 @@ setup: .venv/.installed
 .venv/.serving: pyproject.toml constraints.txt
 	@sh tools/python.sh $(PY) $(UV)
 	$(if $(UV),$(UV) venv --allow-existing --python $(PY) .venv,$(PY) -m venv .venv)
-	PYTHONPATH=src $(PY) -m kvloom.prepare & $(if $(UV),$(UV) pip install --python $(BIN)/python,$(PIP)) -c constraints.txt -e . \
+	$(PREPARE) & $(if $(UV),$(UV) pip install --python $(BIN)/python,$(PIP)) -c constraints.txt -e . \
 	  && wait || { kill $$! 2>/dev/null; exit 1; }
 	touch $@
 
@@ -32,7 +34,7 @@ browser:
 	command -v chromium >/dev/null || (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium)
 
 serve: install
-	$(BIN)/kvloom serve
+	$(BIN)/kvloom serve$(if $(SERVE), $(SERVE))
 
 demo: install
 	$(BIN)/python examples/demo.py

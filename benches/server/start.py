@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -94,35 +95,56 @@ def cold_reply(environ: Mapping[str, str], folder: Path) -> float:
         return float(subprocess.run(command, env=both, capture_output=True, check=True).stdout)
 
 
-def install() -> None:
-    """The times to install a fresh environment for serving, and from `make serve` in a new checkout to the answer."""
+def install(rounds: int) -> None:
+    """The time from `make serve` in a new checkout to the first answer, and that of `pip install` of the same packages
+    alone, in turns: both have pip's cache, and neither a compiled kernel nor a fetched model.
+    """
+    packages_s, answer_s = [], []
+    for _ in range(rounds):
+        with checkout() as copy:
+            packages_s.append(timed(["make", "install", "UV=", "PREPARE=true"], copy))
+        with checkout() as copy:
+            answer_s.append(first_answer_s(copy))
+            held = subprocess.run(["du", "-sm", ".venv"], cwd=copy, capture_output=True, check=True, text=True)
+    emit("now", "packages", packages_s)
+    emit("now", "make_serve_to_first_answer", answer_s)
+    ratio = statistics.median(answer / alone for answer, alone in zip(answer_s, packages_s, strict=True))
+    line = {"bench": "start", "state": "now", "name": "make_serve_to_packages", "value": round(ratio, 2), "unit": ""}
+    print(json.dumps(line), flush=True)
+    size = {"bench": "start", "state": "now", "name": "environment", "value": int(held.stdout.split()[0]), "unit": "MB"}
+    print(json.dumps(size), flush=True)
+
+
+@contextlib.contextmanager
+def checkout() -> Iterator[Path]:
+    """A copy of what git knows of this checkout."""
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name) / "kvloom"
         files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
         for file in filter(None, files.stdout.split("\0")):
             (copy / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, copy / file)
-        began_s = time.perf_counter()
-        subprocess.run(["make", "install"], cwd=copy, check=True, stdout=subprocess.DEVNULL)
-        emit("now", "install", [time.perf_counter() - began_s])
-        held = subprocess.run(["du", "-sm", ".venv"], cwd=copy, capture_output=True, check=True, text=True)
-        print(
-            json.dumps(
-                {
-                    "bench": "start",
-                    "state": "now",
-                    "name": "environment",
-                    "value": int(held.stdout.split()[0]),
-                    "unit": "MB",
-                }
-            )
-        )
-        port = str(free_port())
-        began_again_s = time.perf_counter()
-        with process([str(copy / ".venv/bin/kvloom"), "serve", "--port", port], os.environ):
-            until(lambda: is_answered(port), LIMIT_S)
-        spent_s = time.perf_counter() - began_again_s
-        emit("now", "install_to_first_answer", [began_again_s - began_s + spent_s])
+        yield copy
+
+
+def timed(command: list[str], copy: Path) -> float:
+    began_s = time.perf_counter()
+    subprocess.run(command, cwd=copy, check=True, stdout=subprocess.DEVNULL, env=bare(copy))
+    return time.perf_counter() - began_s
+
+
+def bare(copy: Path) -> dict[str, str]:
+    """The environment of a user whose cache holds pip's files alone."""
+    pip = os.environ.get("PIP_CACHE_DIR") or str(Path.home() / ".cache" / "pip")
+    return {**os.environ, "XDG_CACHE_HOME": str(copy.parent / "cache"), "PIP_CACHE_DIR": pip}
+
+
+def first_answer_s(copy: Path) -> float:
+    port = str(free_port())
+    began_s = time.perf_counter()
+    with process(["make", "serve", "UV=", f"SERVE=--port {port}"], bare(copy), copy):
+        until(lambda: is_answered(port), LIMIT_S)
+        return time.perf_counter() - began_s
 
 
 def main() -> None:
@@ -148,7 +170,7 @@ def main() -> None:
     for (state, bench), found in times.items():
         emit(state, bench, found)
     if given.install:
-        install()
+        install(given.rounds)
 
 
 if __name__ == "__main__":
