@@ -55,14 +55,20 @@ def environment(source: Path, cache: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def process(command: list[str], environ: Mapping[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
+def process(command: list[str], environ: Mapping[str, str], folder: Path = ROOT) -> Iterator["subprocess.Popen[bytes]"]:
+    """A program in a process group of its own, which ends with it."""
     started = subprocess.Popen(
-        command, env=environ, stdout=subprocess.DEVNULL, cwd=ROOT, preexec_fn=signal_at_end_of_thread
+        command,
+        env=environ,
+        stdout=subprocess.DEVNULL,
+        cwd=folder,
+        preexec_fn=signal_at_end_of_thread,
+        process_group=0,
     )
     try:
         yield started
     finally:
-        started.terminate()
+        os.killpg(started.pid, signal.SIGTERM)
         started.wait()
 
 
