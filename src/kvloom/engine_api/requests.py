@@ -193,8 +193,9 @@ SendResponseCallback = Callable[[InferenceResponse], object]
 
 def _tokens(text: str, encoder: Tokenizer, most: int | None) -> tuple[int, ...]:
     """The text's tokens. Raises BadRequest for more than `most`, if possible before all of it was read."""
-    ids = encoder.encode(text, max_tokens=most)
-    if most is not None and len(ids) > most:
+    is_endless = most is not None and encoder.least_tokens(text) > most
+    ids = [] if is_endless else encoder.encode(text, max_tokens=most)
+    if most is not None and (is_endless or len(ids) > most):
         raise BadRequest("input_text", f"has more than {most} tokens, {_COUNTED} times what prompt and answer may have")
     return tuple(ids)
 

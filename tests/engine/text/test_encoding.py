@@ -34,7 +34,8 @@ def trained(name: str) -> FastTokenizer:
     elif name == "metaspace":
         fast.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first", False)
         alphabet = []
-    elif name == "gpt2":
+    elif name in ("gpt2", "lacking"):
+        alphabet = [] if name == "lacking" else alphabet  # without a letter for every byte, as SmolLM2's vocabulary
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     elif name == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
@@ -122,7 +123,7 @@ def test_a_long_text_is_given_up_early():
     assert found == encoder("gpt2").encode(text, False)[: len(found)]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*ALL, "lacking"])
 @given(text=st.one_of(chunks, st.text()))
 def test_no_text_has_fewer_tokens_than_its_length_says(name: str, text: str):
     assert encoder(name).least_tokens(text) <= len(trained(name).encode(text, add_special_tokens=False).ids)
@@ -137,6 +138,18 @@ def test_a_text_that_is_long_enough_has_a_bound(name: str):
 def test_a_tokenizer_that_may_shrink_a_text_without_end_promises_nothing(normalizer: Any):
     fast = FastTokenizer.from_str(trained("gpt2").to_str())
     fast.normalizer = normalizer
+    assert Encoder(fast, is_byte_level=True).least_tokens("a" * 100_000) == 0
+
+
+def test_a_vocabulary_that_lacks_letters_counts_only_bytes_that_have_one():
+    found = encoder("lacking")
+    assert found.least_tokens("\x04\x06" * 100_000) == len(found.encode("\x04\x06" * 10, False)) == 0
+    assert found.least_tokens("a" * 1000 + "\x04" * 1000) == found.least_tokens("a" * 1000) > 0
+
+
+def test_a_vocabulary_that_lacks_letters_that_nfc_may_make_promises_nothing():
+    fast = FastTokenizer.from_str(trained("lacking").to_str())
+    fast.normalizer = normalizers.NFC()
     assert Encoder(fast, is_byte_level=True).least_tokens("a" * 100_000) == 0
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from kvloom.server.http import parsing
 from kvloom.server.http.parsing import INLINE_BYTES
+from kvloom.server.http.turns import LONG_BYTES
 from kvloom.server.run.mount import make_dialects
 from kvloom.server.serving.options import WireOptions
 from tests.support.parsers import PidTokenizer, TroubledTokenizer
@@ -142,6 +143,13 @@ def test_others_are_answered_while_a_body_is_parsed_and_it_ends_with_its_client(
     until(lambda: not is_alive(parser))
     assert troubled.parsing.num_bytes == 0
     assert troubled.post("/tokenize", {"prompt": LONG}).json()["count"] == 3
+
+
+def test_a_body_is_read_while_long_ones_that_came_before_it_are(troubled: FakeServer):
+    with contextlib.ExitStack() as stack:
+        for _ in range(troubled.parsing.num_workers):
+            stack.enter_context(waiting(troubled, "wait" + "x" * LONG_BYTES))
+        assert troubled.post("/tokenize", {"prompt": LONG}).json()["count"] == 3
 
 
 def test_a_body_that_waits_is_given_up_with_its_client_too(troubled: FakeServer, tmp_path: Path):

@@ -41,11 +41,18 @@ class Encoder:
     def _max_length(self) -> int:
         return _max_length(self._fast, self._is_byte_level)
 
+    @cached_property
+    def _unspelt(self) -> bytes:
+        return _unspelt(self._fast)
+
     def least_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens, found without tokenising; 0 where the tokenizer guarantees none."""
         if not self._max_length:
             return 0
-        length = len(text.encode(errors="replace")) if self._is_byte_level else len(text)
+        if self._is_byte_level:
+            length = len(text.encode(errors="replace").translate(None, self._unspelt))
+        else:
+            length = len(text)
         return -(-length // self._max_length)
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
@@ -215,13 +222,19 @@ def _max_length(fast: FastTokenizer, is_byte_level: bool) -> int:
     longest = max(map(len, vocab), default=0)
     normalizer = spec(fast.normalizer)
     if is_byte_level:
-        has_all = all(text in vocab for text in byte_alphabet().values())
-        shrinks = {"": 1, "NFC": _NFC_SHRINKS}.get(normalizer["type"] if normalizer else "", 0)
-        return shrinks * max([longest, *(len(token.content.encode()) for token in tokens)]) if has_all else 0
+        # NFC may turn bytes that have letters into others that have none
+        shrinks = {"": 1, "NFC": 0 if _unspelt(fast) else _NFC_SHRINKS}.get(normalizer["type"] if normalizer else "", 0)
+        return shrinks * max([longest, *(len(token.content.encode()) for token in tokens)])
     has_all = fast.model.byte_fallback and all(f"<0x{byte:02X}>" in vocab for byte in range(256))
     if not has_all or not _only_marks_spaces(normalizer) or not _only_marks_spaces(spec(fast.pre_tokenizer)):
         return 0
     return max([longest, *(len(token.content) for token in tokens)])
+
+
+def _unspelt(fast: FastTokenizer) -> bytes:
+    """The bytes without a letter in a byte-level vocabulary: a text loses them, or they are one unknown token."""
+    vocab = fast.get_vocab(with_added_tokens=False)
+    return bytes(byte for byte, letter in byte_alphabet().items() if letter not in vocab)
 
 
 def _only_marks_spaces(part: Any) -> bool:

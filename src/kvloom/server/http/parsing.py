@@ -26,6 +26,7 @@ from kvloom.contract.images import Sight
 from kvloom.processes.child import signals_held_at_start
 from kvloom.server.errors import BUG_TEXT, TooLarge
 from kvloom.server.http.reply import Endpoint, HttpRequest
+from kvloom.server.http.turns import Turns
 from kvloom.server.serving.inline import NotInline, inline
 from kvloom.server.serving.options import WireOptions
 from kvloom.server.serving.registry import AdapterNames, Models
@@ -247,15 +248,15 @@ class _Process:
 
 
 class Parsing:
-    """Parses bodies for one app: `num_workers` at once, others wait in order. `program` is the command of the process
+    """Parses bodies for one app: `num_workers` at once, others wait (turns.py). `program` is the command of the process
     that forks workers.
     """
 
     def __init__(self, program: Sequence[str], models: Models, num_workers: int | None = None) -> None:
         self._models = models
-        self.num_workers = num_workers or max(1, min(4, (os.cpu_count() or 1) // 2))
+        self.num_workers = num_workers or max(2, min(4, (os.cpu_count() or 1) // 2))
         self._process = _Process(program, models)
-        self._turn = asyncio.Semaphore(self.num_workers)
+        self._turns = Turns(self.num_workers)
         self.idle: list[_Worker] = []
         self._threads = ThreadPoolExecutor(self.num_workers + 1, "parsing")
         self.num_active = self.num_bytes = 0  # bodies in other processes, or waiting for one
@@ -280,7 +281,8 @@ class Parsing:
                 return parsed(endpoint, request)
         work = Work((endpoint.method, endpoint.path), request, self._models.adapter_names())
         with self._counted(request.num_bytes):
-            async with self._turn, self._worker(is_kept=request.num_bytes <= _LARGE_BYTES) as worker:
+            is_kept = request.num_bytes <= _LARGE_BYTES
+            async with self._turns.turn(request.num_bytes), self._worker(is_kept) as worker:
                 try:
                     async with asyncio.timeout(_LIMIT_S):
                         return await self._in_thread(worker.exchange, work, self._models)
