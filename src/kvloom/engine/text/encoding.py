@@ -49,11 +49,8 @@ class Encoder:
         """A lower bound of the number of tokens, found without tokenising; 0 where the tokenizer guarantees none."""
         if not self._max_length:
             return 0
-        if self._is_byte_level:
-            length = len(text.encode(errors="replace").translate(None, self._unspelt))
-        else:
-            length = len(text)
-        return -(-length // self._max_length)
+        data = text.encode(errors="replace").translate(None, self._unspelt) if self._is_byte_level else text
+        return -(-len(data) // self._max_length)
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Lone surrogates become U+FFFD. A text that can be cut is read only until it has more than `max_tokens`

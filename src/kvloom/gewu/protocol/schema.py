@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from kvloom.contract.json_numbers import as_whole
 from kvloom.contract.numbers import whole
 from kvloom.gewu.codes import Code, Refused
 from kvloom.gewu.protocol.jsontext import read_fields, read_value
@@ -171,6 +172,7 @@ def _integer(field: str, value: object, low: int) -> int | None:
         return None
     if isinstance(value, str) and (number := whole(value.removeprefix("-"))) is not None:
         value = -number if value.startswith("-") else number
+    value = as_whole(value)
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
         raise _invalid(field, f"must be an integer of at least {low}")
     return value

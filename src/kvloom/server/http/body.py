@@ -6,6 +6,7 @@ from typing import TypeVar
 import msgspec
 
 from kvloom.contract.errors import BadRequest
+from kvloom.contract.json_numbers import decoded
 
 T = TypeVar("T")
 _AT = re.compile(r"^(?P<problem>.*?)(?: - at (?:`key` in )?`(?P<path>[^`]*)`)?$", re.DOTALL)
@@ -14,7 +15,7 @@ _AT = re.compile(r"^(?P<problem>.*?)(?: - at (?:`key` in )?`(?P<path>[^`]*)`)?$"
 def decode_body(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
     """Raises BadRequest: not UTF-8, not JSON, nested too deeply, a field of the wrong type or out of range."""
     try:
-        return decoder.decode(body)
+        return decoded(decoder, body)
     except msgspec.ValidationError as error:
         found = _AT.match(str(error))
         path = (found["path"] or "") if found else ""

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvloom.contract.errors import BadRequest
+from kvloom.contract.json_numbers import as_whole, converted
 from kvloom.server.dialects.constraints import Constraints
 from kvloom.server.dialects.parameters import Parameters
 from kvloom.server.http.body import decode_body
@@ -131,6 +132,7 @@ def _json_ids(tensor: InferInput) -> tuple[int, ...]:
         raise BadRequest("inputs[0].data", "is required")
     if len(data) == 1 and isinstance(data[0], list):
         data = data[0]
+    data = [as_whole(each) for each in data]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in data):
         raise BadRequest("inputs[0].data", "must hold whole numbers: token ids")
     _check_shape(tensor, len(data))
@@ -140,6 +142,7 @@ def _json_ids(tensor: InferInput) -> tuple[int, ...]:
 def _binary_ids(tensor: InferInput, raw: bytes | bytearray, size: Any) -> tuple[int, ...]:
     letter = FORMATS[_datatype(tensor)]
     width = struct.calcsize(f"<{letter}")
+    size = as_whole(size)
     if not isinstance(size, int) or size != len(raw) or size % width:
         raise BadRequest(
             "inputs[0].parameters.binary_data_size",
@@ -156,6 +159,6 @@ def _check_shape(tensor: InferInput, count: int) -> None:
 
 def _parameters(values: dict[str, Any]) -> Parameters:
     try:
-        return msgspec.convert(values, Parameters)
+        return converted(values, Parameters)
     except msgspec.ValidationError as error:
         raise BadRequest("parameters", str(error).replace(" - at `$.", " at `")) from None
