@@ -4,13 +4,14 @@ import json
 import re
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.embedding.pooling import gguf_pooling
-from kvloom.checkpoints.embedding.prompts import prompts_of
+from kvloom.checkpoints.embedding.prompts import message_form, prompts_of
 from kvloom.contract.capabilities import check_capable
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError
@@ -168,7 +169,7 @@ OF_MESSAGES = {**OF_TEXTS, "modality_config": {**OF_TEXTS["modality_config"], "m
         ({"modules.json": modules(NORMALIZE), "Y/config.json": "{}"}, "mean"),
         ({"sentence_bert_config.json": '{"max_seq_length": 512, "do_lower_case": false}'}, "last"),
         ({"sentence_bert_config.json": json.dumps(OF_TEXTS)}, "last"),
-        ({"sentence_bert_config.json": json.dumps(OF_MESSAGES)}, "last+texts as messages of the chat template"),
+        ({"sentence_bert_config.json": json.dumps(OF_MESSAGES)}, "last"),
         ({"config_sentence_transformers.json": '{"model_type": "SentenceTransformer"}'}, "last"),
         ({"config_sentence_transformers.json": '{"model_type": "SparseEncoder"}'}, "last+SparseEncoder"),
         ({"modules.json": modules("own.Normalize"), "Y/config.json": '{"pooling_mode": "cls"}'}, "cls+own.Normalize"),
@@ -203,6 +204,10 @@ def beside(folder: Path, tmp_path: Path, files: dict[str, str]) -> Path:
         ({"1_Pooling/config.json": '{"pooling_mode": {"a": 1}}'}, "pooling_mode must be a name or a list of names"),
         ({"sentence_bert_config.json": '{"do_lower_case": true}'}, "do_lower_case is not supported, got True"),
         ({"sentence_bert_config.json": '{"transformer_task": "text-generation"}'}, "transformer_task is not supported"),
+        (
+            {"sentence_bert_config.json": '{"modality_config": {"message": {"format": "x"}}}'},
+            "must be flat or structured",
+        ),
         ({"modules.json": '[{"type": "a.B", "kwargs": ["task"]}]'}, "kwargs of a.B is not supported, got ['task']"),
         (
             {"modules.json": modules(NORMALIZE), "Y/config.json": "{}", "Z/config.json": '{"module_input_name": "x"}'},
@@ -220,6 +225,22 @@ def test_fields_that_are_not_known_are_refused_by_name(folder: Path, tmp_path: P
 )
 def test_a_gguf_file_says_so_by_a_number(kind: int | None, pooling: str):
     assert gguf_pooling(kind) == pooling
+
+
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        (None, ""),
+        (OF_TEXTS, ""),
+        ({"max_seq_length": 512}, ""),
+        (OF_MESSAGES, "flat"),
+        ({"modality_config": {"message": {"format": "structured"}}}, "structured"),
+    ],
+)
+def test_whether_texts_are_messages_is_said_beside_the_model(tmp_path: Path, config: Any, form: str):
+    if config is not None:
+        (tmp_path / "sentence_bert_config.json").write_text(json.dumps(config))
+    assert message_form(tmp_path) == form
 
 
 def test_the_prompts_of_a_folder_are_those_of_sentence_transformers(tmp_path: Path):

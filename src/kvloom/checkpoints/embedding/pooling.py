@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloom.checkpoints.embedding.dense import PLAIN, Dense, dense_of_folder
+from kvloom.checkpoints.embedding.prompts import message_form
 from kvloom.checkpoints.families.values import flag, short
 from kvloom.checkpoints.fields import NO_VALUES, unknown_field
 from kvloom.checkpoints.files import read_json, read_object
@@ -102,8 +103,8 @@ def _of_texts(folder: Path, plain_kind: str, plain: Mapping[str, tuple[object, .
     extra = []
     path, about = folder / "sentence_bert_config.json", folder / "config_sentence_transformers.json"
     if path.exists():
-        config = _check(path, _OF_TEXTS, plain)
-        if "message" in (config.get("modality_config") or {}):
+        _check(path, _OF_TEXTS, plain)
+        if message_form(folder) and plain_kind == "CrossEncoder":
             extra.append("texts as messages of the chat template")
     kind = read_object(about).get("model_type") if about.exists() else None
     return [*extra, str(kind)[:80]] if kind not in (None, plain_kind) else extra

@@ -279,9 +279,8 @@ class Settings:
         path = both.get("model") or ""
         name = model.get("name") or (Path(path).stem if path else "mock")
         card = {field: both[field] for field in _CARD_FIELDS if field in both}
-        modules = tuple(model.get("lora_modules", ()))
-        shown = {"dtype": both.get("torch_dtype", "auto"), "prompts": both.get("prompts", {})}
-        return ModelCard(name, EngineConfig(model=path, **engine), lora_modules=modules, **shown, **card)
+        modules, dtype = tuple(model.get("lora_modules", ())), both.get("torch_dtype", "auto")
+        return ModelCard(name, EngineConfig(model=path, **engine), lora_modules=modules, dtype=dtype, **card)
 
 
 def _step_tokens(engine: Mapping[str, Any]) -> int:
@@ -367,6 +366,7 @@ _CARD_FIELDS: Sequence[str] = (
     "generation_config",
     "stream_interval",
     "parses_special_text",
+    *("prompts", "message_form"),  # of the model's files
 )
 _ENGINE_FIELDS: Sequence[str] = (
     "backend",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvloom.checkpoints.demo_models import MODELS, find_model, pull, pulled
-from kvloom.checkpoints.embedding.prompts import prompts_of
+from kvloom.checkpoints.embedding.prompts import message_form, prompts_of
 from kvloom.checkpoints.files import find_weights, read_object
 from kvloom.contract.errors import ModelError
 from kvloom.images.files import is_pipeline
@@ -78,7 +78,8 @@ def resolve_model(model: dict[str, Any], may_fetch: bool = True) -> None:
         return
     path = fetch(name) if name in MODELS and may_fetch else find_weights(find_model(name))
     check_files(path)
-    model.update(model=str(path), torch_dtype=_dtype_of(path), prompts=prompts_of(path))
+    texts = {"prompts": prompts_of(path), "message_form": message_form(path)}
+    model.update(model=str(path), torch_dtype=_dtype_of(path), **texts)
 
 
 def check_files(path: Path) -> None:

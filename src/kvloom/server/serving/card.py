@@ -28,6 +28,7 @@ class ModelCard:
     stream_interval: int = 1  # tokens of a choice that a stream sends together, after the first
     parses_special_text: bool = False  # whether special tokens written in a message are read as such
     prompts: Mapping[str, str] = field(default_factory=dict)  # prompt name -> text put before a text to embed
+    message_form: str = ""  # of the chat message that a text to embed is put into: "flat", "structured"; "" = none
     lora_modules: tuple[tuple[str, Path], ...] = ()  # (name, folder) of adapters loaded at the start
     generation_config: str = "auto"  # "auto" = take the sampling advice in the model's files; "none" = do not
     advice: SamplingAdvice = field(default_factory=SamplingAdvice)

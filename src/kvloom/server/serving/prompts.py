@@ -1,7 +1,7 @@
 """Prompts: texts to tokens within limits, so that a text that cannot fit is refused before it is tokenised."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvloom.contract.errors import BadRequest
 from kvloom.server.errors import PromptTooLong
@@ -32,6 +32,26 @@ def encode_text(
     check_fits(service, text, field, limit)
     ids = service.tokenizer.encode(text, add_special_tokens, _enough(limit))
     return _checked(service, ids, field, limit)
+
+
+def embedded_text(service: GenerationService, text: str, field: str, before: str = "") -> str:
+    """What is tokenised of a text to embed. `before`: a prompt of the model's. Raises BadRequest.
+
+    Where the model's form says so, the text is a user's message and the prompt a system message, as in
+    sentence-transformers 6; no special tokens are added then, because the template writes them.
+    """
+    form = service.card.message_form
+    if not form:
+        return before + text
+    turns = [("system", before)] if before else []
+    messages: list[dict[str, Any]] = [
+        {"role": role, "content": one if form == "flat" else [{"type": "text", "text": one}]}
+        for role, one in (*turns, ("user", text))
+    ]
+    try:
+        return service.tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    except BadRequest as error:
+        raise BadRequest(field, error.problem) from None
 
 
 class Marked(NamedTuple):

@@ -162,6 +162,22 @@ def test_a_prompt_of_the_model_goes_before_each_text():
         assert embed(server, "hello", prompt_name="document")["data"] == embed(server, "hello")["data"]
 
 
+@pytest.mark.parametrize(("form", "shown"), [("flat", "hello"), ("structured", [{"type": "text", "text": "hello"}])])
+def test_a_text_is_a_message_of_the_template_where_the_model_says_so(form: str, shown: Any):
+    """As sentence-transformers 6 has it for tokenizers with a template; a prompt of the model is a system message."""
+    with fake_server(card={"prompts": PROMPTS, "message_form": form}) as server:
+        user = f"user: {shown}\n"
+        system = PROMPTS["query"] if form == "flat" else [{"type": "text", "text": PROMPTS["query"]}]
+        assert embed(server, ["hello"])["data"][0]["embedding"] == truth(user)
+        assert embed(server, "hello", prompt_name="document")["data"][0]["embedding"] == truth(user)
+        assert embed(server, "hello", prompt_name="query")["data"][0]["embedding"] == truth(f"system: {system}\n{user}")
+        assert embed(server, list(user.encode()))["data"][0]["embedding"] == truth(user)
+        for path, body in (("/api/embed", {"input": "hello"}), ("/api/embeddings", {"prompt": "hello"})):
+            found = server.post(path, {"model": MODEL, **body}).json()
+            vector = found["embeddings"][0] if "embeddings" in found else found["embedding"]
+            assert list(unit(array("f", vector).tobytes())) == pytest.approx(truth(user)), path
+
+
 @pytest.mark.parametrize(
     ("given", "name", "problem"),
     [

@@ -23,7 +23,7 @@ from kvloom.server.http.reply import Endpoint, HttpRequest, Reply, job_route
 from kvloom.server.http.sse import NDJSON
 from kvloom.server.observe.timing import Timing
 from kvloom.server.serving.generation import MAX_EMBEDDINGS, Generation
-from kvloom.server.serving.prompts import check_count, encode_prompts
+from kvloom.server.serving.prompts import check_count, embedded_text, encode_prompts
 from kvloom.server.serving.registry import Models
 from kvloom.server.serving.service import GenerationService
 
@@ -214,8 +214,9 @@ def _prompts(service: GenerationService, texts: list[str], field: str, is_cut: b
         return ()
     most = service.engine.max_seq_len
     check_count(len(texts), field, MAX_EMBEDDINGS)
-    items: list[Any] = [service.tokenizer.encode(text, True, most)[:most] for text in texts] if is_cut else texts
-    prompts = encode_prompts(service, items, field, most)
+    texts, is_special = [embedded_text(service, text, field) for text in texts], not service.card.message_form
+    items: list[Any] = [service.tokenizer.encode(text, is_special, most)[:most] for text in texts] if is_cut else texts
+    prompts = encode_prompts(service, items, field, most, is_special)
     service.check(Generation("", prompts, NOTHING, pooling=service.engine.info.pooling), field)
     return prompts
 

@@ -18,7 +18,7 @@ from kvloom.server.http.body import decode_body
 from kvloom.server.http.job import Job, WholeWriter
 from kvloom.server.http.reply import Endpoint, HttpRequest, Reply
 from kvloom.server.serving.generation import MAX_EMBEDDINGS, Answer, Generation
-from kvloom.server.serving.prompts import check_count, encode_prompts
+from kvloom.server.serving.prompts import check_count, embedded_text, encode_prompts
 from kvloom.server.serving.registry import Models
 from kvloom.server.serving.service import GenerationService
 
@@ -41,7 +41,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
 
     def prompts(self, service: GenerationService) -> tuple[tuple[int, ...], ...]:
         """Raises BadRequest."""
-        is_special = self.add_special_tokens is not False
+        is_special = self.add_special_tokens is not False and not service.card.message_form
         vocab_size = service.engine.info.vocab_size
         items = [self._prompted(service, item) for item in texts_or_ids(self.input, "input")]
         check_count(len(items), "input", MAX_EMBEDDINGS)
@@ -54,14 +54,14 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     def _prompted(self, service: GenerationService, item: str | Sequence[int]) -> str | Sequence[int]:
         """Raises BadRequest when the model has no such prompt, or the input is not text."""
         if self.prompt_name is None:
-            return item
+            return embedded_text(service, item, "input") if isinstance(item, str) else item
         known = service.card.prompts
         if self.prompt_name not in known:
             named = f"it has {', '.join(known)}" if known else "it has none"
             raise BadRequest("prompt_name", f"{self.prompt_name!r:.80} is no prompt of this model; {named}")
         if not isinstance(item, str):
             raise BadRequest("prompt_name", "goes before texts; the input is in tokens")
-        return known[self.prompt_name] + item
+        return embedded_text(service, item, "input", known[self.prompt_name])
 
     def check(self, service: GenerationService) -> None:
         """Raises BadRequest for options that this server, or this model, does not support."""
