@@ -164,6 +164,10 @@ FORMATS = {
         },
         fp8_static,
     ),
+    "fp8 of fbgemm": Format(
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": None},
+        fp8(lambda rows, cols: (rows, 1)),
+    ),
     "fp8 by block of powers": Format(
         {"quant_method": "fp8", "weight_block_size": [48, 48], "scale_fmt": "ue8m0"},
         exponents(torch.float8_e8m0fnu, 48, 48, "weight_scale_inv"),

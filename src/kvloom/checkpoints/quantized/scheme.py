@@ -11,7 +11,7 @@ from kvloom.checkpoints.fields import unknown_field
 from kvloom.checkpoints.quantized.rotations import TARGET, Rotation
 from kvloom.contract.errors import ModelError
 
-_METHODS = ("awq", "gptq", "auto-round", "compressed-tensors", "fp8", "mxfp4")
+_METHODS = ("awq", "gptq", "auto-round", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4")
 _GROUP = 32  # numbers that share a scale in memory: a file's groups are multiples of it
 _LARGEST = 1 << 20
 _COMPRESSED = {"pack-quantized": "packed", "int-quantized": "bytes", "naive-quantized": "bytes"}
@@ -86,7 +86,7 @@ def scheme_of(config: Mapping[str, Any], file: str) -> Scheme | None:
     method = settings.get("quant_method", "compressed-tensors" if "config_groups" in settings else None)
     fields = _Fields(settings, f"{file}: {key}")
     readers = {"awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "fp8": _fp8, "mxfp4": _mxfp4}
-    readers["compressed-tensors"] = _compressed
+    readers |= {"compressed-tensors": _compressed, "fbgemm_fp8": _fbgemm}
     if isinstance(method, str) and method in readers:
         return readers[method](fields)
     raise ModelError(
@@ -282,6 +282,11 @@ def _fp8(fields: _Fields) -> Scheme:
     return Scheme(
         "fp8", 8, None, blocks=_block(fields, "weight_block_size") if fields.get("weight_block_size") else None
     )
+
+
+def _fbgemm(fields: _Fields) -> Scheme:
+    fields.only_known(*_NOTES, "activation_scale_ub")
+    return Scheme("fp8", 8, None)
 
 
 def _mxfp4(fields: _Fields) -> Scheme:
