@@ -6,6 +6,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -171,6 +172,7 @@ OF_MESSAGES = {**OF_TEXTS, "modality_config": {**OF_TEXTS["modality_config"], "m
         ({"sentence_bert_config.json": json.dumps(OF_TEXTS)}, "last"),
         ({"sentence_bert_config.json": json.dumps(OF_MESSAGES)}, "last"),
         ({"config_sentence_transformers.json": '{"model_type": "SentenceTransformer"}'}, "last"),
+        ({"config_sentence_transformers.json": '{"prompts": {"a": "b"}, "similarity_fn_name": "dot"}'}, "last"),
         ({"config_sentence_transformers.json": '{"model_type": "SparseEncoder"}'}, "last+SparseEncoder"),
         ({"modules.json": modules("own.Normalize"), "Y/config.json": '{"pooling_mode": "cls"}'}, "cls+own.Normalize"),
         ({"1_Pooling/config.json": '{"pooling_mode_cls_token": true}'}, "cls"),
@@ -187,6 +189,16 @@ def test_the_checkpoint_says_how_to_pool(folder: Path, tmp_path: Path, files: di
     assert (found.pooling, found.num_out) == (pooling, 64 * max(1, len(modes_of(pooling))))
 
 
+@pytest.mark.parametrize(("num_kept", "length"), [(5, 5), (64, 64), (100, 64), (None, 64)])
+def test_a_model_may_give_the_first_numbers_alone(folder: Path, tmp_path: Path, num_kept: int | None, length: int):
+    """truncate_dim of sentence-transformers."""
+    about = json.dumps({"truncate_dim": num_kept})
+    found = open_checkpoint(beside(folder, tmp_path, {"config_sentence_transformers.json": about})).embedding
+    state = np.arange(64, dtype=np.float32)
+    assert found.num_out == length
+    assert found.of(state).tolist() == state[:length].tolist()
+
+
 def beside(folder: Path, tmp_path: Path, files: dict[str, str]) -> Path:
     """The folder with more files."""
     for path in folder.iterdir():
@@ -201,6 +213,8 @@ def beside(folder: Path, tmp_path: Path, files: dict[str, str]) -> Path:
     ("files", "words"),
     [
         ({"1_Pooling/config.json": '{"field_of_2027": 1}'}, "1_Pooling/config.json: field_of_2027 is not supported"),
+        ({"config_sentence_transformers.json": '{"field_of_2027": 1}'}, "transformers.json: field_of_2027 is not"),
+        ({"config_sentence_transformers.json": '{"truncate_dim": -1}'}, "truncate_dim must be a positive whole number"),
         ({"1_Pooling/config.json": '{"pooling_mode": {"a": 1}}'}, "pooling_mode must be a name or a list of names"),
         ({"sentence_bert_config.json": '{"do_lower_case": true}'}, "do_lower_case is not supported, got True"),
         ({"sentence_bert_config.json": '{"transformer_task": "text-generation"}'}, "transformer_task is not supported"),

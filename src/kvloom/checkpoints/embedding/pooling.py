@@ -7,7 +7,7 @@ from typing import Any
 
 from kvloom.checkpoints.embedding.dense import PLAIN, Dense, dense_of_folder
 from kvloom.checkpoints.embedding.prompts import message_form
-from kvloom.checkpoints.families.values import flag, short
+from kvloom.checkpoints.families.values import count, flag, short
 from kvloom.checkpoints.fields import NO_VALUES, unknown_field
 from kvloom.checkpoints.files import read_json, read_object
 from kvloom.checkpoints.quantized.numbers import Floats
@@ -24,6 +24,10 @@ _PLAIN_MODULES = ("Transformer", "Pooling", "Normalize", "Dropout")  # embedding
 _OF_MODULES = ("idx", "name", "path", "type")
 _OF_POOLING = (*(_PREFIX + mode for mode in _ORDER), "pooling_mode", "include_prompt", "embedding_dimension")
 _OF_TEXTS = ("max_seq_length", "modality_config", "unpad_inputs", "tokenizer_name_or_path")  # sentence_bert_config.json
+_OF_FOLDERS = (  # of config_sentence_transformers.json; vectors have length 1, so all similarities are alike
+    *("__version__", "model_type", "prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim"),
+    *("activation_fn", "keep_in_fp32_modules"),
+)
 _PLAIN_TEXTS: Mapping[str, tuple[object, ...]] = {
     "transformer_task": ("feature-extraction",),
     "module_output_name": ("token_embeddings",),
@@ -47,17 +51,19 @@ class Embedding:
     dense: tuple[Dense, ...] = ()
     labels: tuple[str, ...] = ()  # of a classifier, whose last layer gives one number for each
     activation: str = ""  # applied to these numbers; see contract.pooling.scores
+    num_kept: int | None = None  # numbers of a vector that are given, the first ones; None = all
 
     @property
     def num_out(self) -> int:
         """Length of a vector."""
-        return self.dense[-1].num_out if self.dense else self.num_states
+        num_out = self.dense[-1].num_out if self.dense else self.num_states
+        return num_out if self.num_kept is None else min(self.num_kept, num_out)
 
     def of(self, pooled: Floats) -> Floats:
         """The vector from a pooled state [num_states]; both float32."""
         for dense in self.dense:
             pooled = dense(pooled)
-        return pooled
+        return pooled if self.num_kept is None else pooled[: self.num_kept]
 
 
 def folder_embedding(folder: Path, num_states: int, otherwise: str = LAST) -> Embedding:
@@ -81,7 +87,9 @@ def folder_embedding(folder: Path, num_states: int, otherwise: str = LAST) -> Em
             dense = (*dense, dense_of_folder(folder / path, dense[-1].num_out if dense else num_states))
         elif kind == "Normalize" and (config := folder / path / "config.json").exists():
             _check(config, (), PLAIN)
-    return Embedding("+".join([*modes, *extra]), num_states, dense)
+    about = _about(folder)
+    num_kept = count(about, "truncate_dim") if about.get("truncate_dim") is not None else None
+    return Embedding("+".join([*modes, *extra]), num_states, dense, num_kept=num_kept)
 
 
 def _pooling(folder: Path, paths: Mapping[str, str], otherwise: str) -> list[str]:
@@ -101,13 +109,19 @@ def _pooling(folder: Path, paths: Mapping[str, str], otherwise: str) -> list[str
 def _of_texts(folder: Path, plain_kind: str, plain: Mapping[str, tuple[object, ...]]) -> list[str]:
     """What sentence-transformers does with texts that is not done here. Raises ModelError."""
     extra = []
-    path, about = folder / "sentence_bert_config.json", folder / "config_sentence_transformers.json"
+    path = folder / "sentence_bert_config.json"
     if path.exists():
         _check(path, _OF_TEXTS, plain)
         if message_form(folder) and plain_kind == "CrossEncoder":
             extra.append("texts as messages of the chat template")
-    kind = read_object(about).get("model_type") if about.exists() else None
+    kind = _about(folder).get("model_type")
     return [*extra, str(kind)[:80]] if kind not in (None, plain_kind) else extra
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """The folder's own settings. Raises ModelError."""
+    path = folder / "config_sentence_transformers.json"
+    return _check(path, _OF_FOLDERS) if path.exists() else {}
 
 
 def _check(path: Path, known: Collection[str], plain: Mapping[str, tuple[object, ...]] = NO_VALUES) -> dict[str, Any]:
@@ -123,12 +137,11 @@ def scoring(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A classifier's configuration with what sentence-transformers 6 writes beside it: how scores are made. Raises
     ModelError for what it does with texts that is not done here.
     """
-    about = folder / "config_sentence_transformers.json"
     kinds = [kind for kind, _ in _modules(folder / "modules.json")]
     extra = [*(kind for kind in kinds if kind != "Transformer"), *_of_texts(folder, "CrossEncoder", _PLAIN_SCORES)]
     if extra:
         raise ModelError(f"{folder}: makes its scores with {', '.join(extra)}, which is not supported")
-    named = read_object(about).get("activation_fn") if about.exists() else None
+    named = _about(folder).get("activation_fn")
     return config if named is None else {**config, "sentence_transformers": {"activation_fn": named}}
 
 
