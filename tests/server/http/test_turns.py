@@ -121,3 +121,24 @@ def test_who_leaves_in_the_moment_of_the_turn_gives_it_back():
         return bodies.begun
 
     assert asyncio.run(run())[-1] == "next"
+
+
+@pytest.mark.parametrize("leaves_first", [True, False])
+def test_a_body_that_leaves_as_a_turn_ends_takes_none(leaves_first: bool):
+    async def run() -> list[str]:
+        bodies = _Bodies(1)
+        for name in ("one", "two", "three"):
+            await bodies.come(name, SHORT)
+        if leaves_first:
+            bodies.tasks["two"].cancel()
+            await bodies.end("one")
+        else:
+            bodies.ends["one"].set()
+            while bodies.begun == ["one"] and not bodies.tasks["one"].done():
+                await asyncio.sleep(0)
+            await bodies.leave("two")
+        await bodies.end("three")
+        assert not bodies.tasks["three"].cancelled()
+        return bodies.begun
+
+    assert asyncio.run(run())[-1] == "three"

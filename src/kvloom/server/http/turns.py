@@ -43,10 +43,10 @@ class Turns:
         try:
             await given
         except asyncio.CancelledError:
-            if place in self._waiting:
-                self._waiting.remove(place)
-            else:  # it was given in the same moment
+            if not given.cancelled():  # it was given in the same moment
                 self._end(is_long)
+            elif place in self._waiting:
+                self._waiting.remove(place)
             raise
         try:
             yield
@@ -61,7 +61,9 @@ class Turns:
     def _give(self) -> None:
         """Give free turns to those who may have them, in their order."""
         for place in sorted(self._waiting, key=lambda each: each.due_s):
-            if self._free and (not place.is_long or self._free_long):
+            if place.given.cancelled():  # its task has still to hear of it
+                self._waiting.remove(place)
+            elif self._free and (not place.is_long or self._free_long):
                 self._free -= 1
                 self._free_long -= place.is_long
                 self._waiting.remove(place)
