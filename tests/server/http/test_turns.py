@@ -131,14 +131,11 @@ def test_a_body_that_leaves_as_a_turn_ends_takes_none(leaves_first: bool):
             await bodies.come(name, SHORT)
         if leaves_first:
             bodies.tasks["two"].cancel()
-            await bodies.end("one")
-        else:
-            bodies.ends["one"].set()
-            while bodies.begun == ["one"] and not bodies.tasks["one"].done():
-                await asyncio.sleep(0)
-            await bodies.leave("two")
+        bodies.ends["one"].set()  # both are told in the same round of the loop, one before the other
+        bodies.tasks["two"].cancel()
+        await _settled()
+        await bodies.tasks["one"]
         await bodies.end("three")
-        assert not bodies.tasks["three"].cancelled()
         return bodies.begun
 
-    assert asyncio.run(run())[-1] == "three"
+    assert asyncio.run(run()) == ["one", "three"]
