@@ -3,9 +3,13 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import BPE
 
 from kvloom.engine.text.detok import Detokenizer, text_bytes
-from tests.support.models.vocabularies import KINDS, fast, vocabulary
+from kvloom.engine.text.spelling import Spelling
+from tests.support.models.vocabularies import KINDS, byte_letters, fast, vocabulary
 
 TEXTS = (
     "",
@@ -95,3 +99,14 @@ def test_runs_of_spaces_that_are_added_tokens_are_spaces():
     ids = tokenizer.encode("x:\n\n        no", add_special_tokens=False)
     assert "▁▁▁▁▁▁▁▁" in [tokenizer.token_text(i) for i in ids]
     assert b"".join(map(tokenizer.token_bytes, ids)) == b"x:\n\n        no"
+
+
+def test_an_added_token_is_spelt_as_texts_have_it():
+    """Not in the byte alphabet, though its letters are some of it."""
+    library = FastTokenizer(BPE({letter: i for i, letter in enumerate(byte_letters())}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_tokens([AddedToken(text, normalized=False) for text in ("ñ", "ño ", "Ġx")])
+    spelling = Spelling(library, is_byte_level=True)
+    found = {text: spelling.bytes_of(library.token_to_id(text)) for text in ("ñ", "ño ", "Ġx")}
+    assert found == {"ñ": "ñ".encode(), "ño ": "ño ".encode(), "Ġx": b" x"}
