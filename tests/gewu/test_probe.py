@@ -64,6 +64,7 @@ def write_gguf(path: Path, arch: str = "llama", shape: dict[str, int] = SHAPE, n
 def test_a_gguf_file_costs_what_its_shape_says(tmp_path):
     found = look(write_gguf(tmp_path / "model.gguf", num_bytes=WEIGHT_BYTES))
     assert (found.weight_bytes, found.kv_bytes_per_token, found.max_seq_len) == (WEIGHT_BYTES, KV_BYTES, 512)
+    assert found.process_bytes == (40 << 20) + 640 * 1000
 
 
 def test_a_file_of_fewer_bits_costs_what_it_takes_as_it_is(tmp_path):

@@ -96,7 +96,7 @@ class World:
         on = Outcomes(lambda events: None, self.fail)
         self.models = Models(self, settings, self.sessions, Ledger(False, list), on)
         self.identity = "m"
-        self.admit(Found("m", "model", 0, 1, 4096))
+        self.admit(Found("m", "model", 0, 1, 0, 4096))
 
     def admit(self, found: Found) -> None:
         files: Any = SimpleNamespace(identity=lambda: self.identity, close=lambda: None)
@@ -265,7 +265,7 @@ def test_a_model_that_is_unloaded_while_it_waits_for_memory_leaves_the_one_that_
             ended.append(host)
 
         host.close = close  # type: ignore[method-assign]
-        world.admit(Found("n", "a larger model", 8192, 1, 4096))  # the first one goes for it
+        world.admit(Found("n", "a larger model", 8192, 1, 0, 4096))  # the first one goes for it
         await begun.wait()
         closing = asyncio.create_task(world.models.close())
         await asyncio.sleep(0)

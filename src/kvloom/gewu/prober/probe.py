@@ -30,6 +30,7 @@ class Found:
     path: str  # as opened, for people
     weight_bytes: int
     kv_bytes_per_token: int
+    process_bytes: int  # of its worker besides both
     max_seq_len: int | None = None  # tokens; None = not known before loading
 
 
@@ -39,11 +40,10 @@ def probe(files: ModelFiles, backend: str = "auto") -> Found:
         arch, config = _configuration(files)
     except ModelError as error:
         raise Refused(Code.INVAL, _with_names(str(error), files)) from None
-    key = files.identity()
+    key, kept = files.identity(), "reference" if backend == "reference" else "cpu"
     if arch is None:
-        return Found(
-            key, files.path, _num_bytes(files), _UNKNOWN_KV_BYTES, _positive(config.get("max_position_embeddings"))
-        )
+        longest, process = _positive(config.get("max_position_embeddings")), footprint.process_bytes(kept, _VOCAB_SIZE)
+        return Found(key, files.path, _num_bytes(files), _UNKNOWN_KV_BYTES, process, longest)
     if arch not in FAMILIES:
         raise Refused(Code.NOSYS, f"architecture {arch!r:.80} is not known; known are {', '.join(FAMILIES)}")
     if not has_head(arch):
@@ -52,13 +52,13 @@ def probe(files: ModelFiles, backend: str = "auto") -> Found:
         spec = FAMILIES[arch].spec({"vocab_size": _VOCAB_SIZE, **config})
     except ModelError as error:
         raise Refused(Code.INVAL, f"{files.path}: {error}") from None
-    backend = "reference" if backend == "reference" else "cpu"
-    taken = EngineConfig(model=files.path, backend=backend, weight_format=footprint.STORED)
+    taken = EngineConfig(model=files.path, backend=kept, weight_format=footprint.STORED)
     return Found(
         key,
         files.path,
-        _weight_bytes(files, footprint.weight_bytes(taken, backend, spec, lambda name: ""), backend),
-        footprint.kv_token_bytes(taken, backend, spec),
+        _weight_bytes(files, footprint.weight_bytes(taken, kept, spec, lambda name: ""), kept),
+        footprint.kv_token_bytes(taken, kept, spec),
+        footprint.process_bytes(kept, spec.vocab_size),
         spec.max_seq_len,
     )
 

@@ -5,18 +5,16 @@ from collections.abc import Callable, Iterable
 from kvloom.gewu.service.memory import Readings, budget_bytes
 from kvloom.gewu.service.model import Model
 
-WORKER_BYTES = 260 << 20  # estimated bytes of a model's process besides weights and KV cache, until one was measured
 _SLACK_BYTES = 40 << 20  # additional bytes of a process while it loads or computes
 
 
 class Ledger:
-    """Uses estimates until something was measured, then measured numbers."""
+    """Uses estimates of a model until its process was measured, then measured numbers."""
 
     def __init__(self, has_processes: bool, service_pids: Callable[[], Iterable[int]]) -> None:
         """`service_pids`: the processes that hold no model."""
         self._service_pids = service_pids
         self._has_processes = has_processes
-        self._worker_bytes = WORKER_BYTES if has_processes else 0
         self._measured: dict[int, int] = {}  # process id -> bytes
 
     def take(self, measured: dict[int, int], models: list[Model]) -> None:
@@ -32,14 +30,17 @@ class Ledger:
         info = model.host.info
         if process_bytes and info.weight_bytes:
             model.fixed_bytes = process_bytes + _SLACK_BYTES
-            self._worker_bytes = max(0, model.fixed_bytes - info.weight_bytes)
         if info.weight_bytes:
-            fixed = model.fixed_bytes or info.weight_bytes + self._worker_bytes
+            fixed = model.fixed_bytes or info.weight_bytes + self._worker_bytes(model)
             model.held_bytes = fixed + info.kv_bytes
 
     def fixed_bytes(self, model: Model) -> int:
         """Bytes of a model without its KV cache."""
-        return model.fixed_bytes or model.found.weight_bytes + self._worker_bytes
+        return model.fixed_bytes or model.found.weight_bytes + self._worker_bytes(model)
+
+    def _worker_bytes(self, model: Model) -> int:
+        """Estimated bytes besides weights and KV cache."""
+        return model.found.process_bytes + _SLACK_BYTES if self._has_processes else 0
 
     def budget(self, readings: Readings, configured_bytes: int | None, held_bytes: int) -> int:
         """Bytes for models. `held_bytes` replaces measured sizes where there are none."""

@@ -1,4 +1,4 @@
-"""Sizes that a worker takes from a model's files. Needs torch, which a worker of the fake model runs without."""
+"""Sizes that a worker takes from a model's files. Imports back ends, which the fake model runs without."""
 
 from dataclasses import replace
 

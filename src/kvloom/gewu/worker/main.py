@@ -205,7 +205,7 @@ def _sizes(setup: Open) -> tuple[EngineConfig, int]:
 
 
 def _fit(config: EngineConfig) -> tuple[EngineConfig, int, int]:
-    """See fit.py, which loads torch."""
+    """See fit.py, which imports the back ends."""
     found: tuple[EngineConfig, int, int] = importlib.import_module("kvloom.gewu.worker.fit").fit(config)
     return found
 
