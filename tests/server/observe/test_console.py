@@ -104,6 +104,25 @@ def test_a_cancel_ends_the_answer_once_with_what_it_has():
         assert server.client.get("/console/feed").json()["requests"] == []
 
 
+@pytest.mark.parametrize("id", [".", "..", "a:b"])
+def test_a_request_of_any_id_can_be_ended_as_the_page_does(id):
+    with fake_server(has_eos=False, step_s=0.01) as server:
+        ended: list[httpx.Response] = []
+
+        def ask() -> None:
+            body = {"id": id, "text_input": "x", "parameters": {"max_new_tokens": 1500}}
+            with httpx.Client(base_url=server.url, timeout=60) as own:
+                ended.append(own.post(f"/v2/models/{MODEL}/generate", json=body))
+
+        client = threading.Thread(target=ask)
+        client.start()
+        row = row_of(server)
+        with httpx.Client(base_url=server.url) as other:
+            assert other.delete("/console/requests", params={"id": row["id"]}).json() == {"id": row["id"]}
+        client.join()
+        assert (row["id"], ended[0].status_code) == (id, 200)
+
+
 def test_the_data_wants_the_key_and_the_page_does_not():
     key = new_key()
     with fake_server(keys=[key], has_eos=False, step_s=0.01) as server:

@@ -59,7 +59,7 @@ export class Requests {
     button.disabled = true;
     byId("requests-problem").textContent = "";
     try {
-      await request(`console/requests/${encodeURIComponent(id)}`, { method: "DELETE" });
+      await request(`console/requests?id=${encodeURIComponent(id)}`, { method: "DELETE" });
     } catch (error) {
       if (error.status === 404) return; // it has just ended by itself
       button.disabled = false;

@@ -62,6 +62,7 @@ class Console:
             Endpoint("GET", "/console", self.page, "The console, for people", is_everywhere=True, is_early=True),
             Endpoint("GET", "/console/feed", self.feed, "Figures of this moment, and what runs", is_management=True),
             Endpoint("GET", "/console/config", self.config, "The configuration, secrets masked", is_management=True),
+            Endpoint("DELETE", "/console/requests", self.cancel, "End the running request ?id=", is_management=True),
             Endpoint("DELETE", "/console/requests/{id:path}", self.cancel, "End a running request", is_management=True),
             Endpoint("GET", "/console/{name}", self.file, "A part of the page", is_everywhere=True, is_early=True),
         )
@@ -106,7 +107,7 @@ class Console:
 
     async def cancel(self, request: HttpRequest) -> Reply:
         """It ends with the tokens it has, once; one for pictures with an error. Raises NotFound."""
-        id = request.path["id"]
+        id = request.path.get("id") or request.query.get("id", "")
         if not any([service.stop(id) for service in (*self._models, *self._models.pictures)]):
             raise NotFound(f"no request {id!r} is running")
         return Reply(self._encode({"id": id}))
