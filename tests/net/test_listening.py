@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.net.listening import ListenError, UnixListener, listen
+from kvloom.net.listening import ListenError, UnixListener, is_serving, listen
 from tests.support.ports import free_port
 
 NUM_RIVALS = 4
@@ -155,6 +155,44 @@ def test_closing_leaves_a_socket_that_another_put_there(tmp_path):
         other.bind(str(path))
         listener.close()
         assert path.is_socket()
+
+
+@pytest.mark.parametrize("removed", ["socket", "lock too", "folder"])
+def test_a_path_that_was_removed_is_had_again(tmp_path, removed):
+    path = tmp_path / "folder" / "x.sock"
+    listener = UnixListener(path, 0o600)
+    before = listener.socket
+    assert listener.renewed() is None
+    assert is_serving(path)
+    path.unlink()
+    if removed != "socket":
+        path.with_name("x.sock.lock").unlink()
+    if removed == "folder":
+        path.parent.rmdir()
+    fresh = listener.renewed()
+    assert fresh is listener.socket is not before
+    before.close()
+    assert is_serving(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ListenError, match="in use by another program"):
+        UnixListener(path, 0o600)
+    listener.close()
+    assert not path.exists()
+
+
+def test_a_path_that_another_program_took_meanwhile_is_left_to_it(tmp_path, caplog):
+    path = tmp_path / "x.sock"
+    listener = UnixListener(path, 0o600)
+    path.unlink()
+    path.with_name("x.sock.lock").unlink()
+    other = UnixListener(path, 0o600)
+    assert listener.renewed() is None
+    path.unlink()
+    assert listener.renewed() is None, "its lock is another's"
+    assert listener.renewed() is None
+    assert len(caplog.records) == 1
+    listener.close()
+    other.close()
 
 
 def test_a_path_that_cannot_be_had_is_said(tmp_path):

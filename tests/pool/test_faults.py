@@ -22,6 +22,7 @@ from ems.native.calls import NativeCalls
 from ems.native.line import NativeLine
 from ems.wire import messages as m
 from kvloom.net.devcerts import make_files
+from kvloom.pool import door
 from kvloom.pool.auth import new_credential
 from kvloom.pool.config import Address
 from kvloom.pool.storage.entries import NoRoom, Reservation
@@ -29,7 +30,7 @@ from tests.support.pool.agents import SECRET, blocks_of, new_kv, running_agent, 
 from tests.support.pool.faults import AgentProcess, Oracle, run_until_killed
 from tests.support.pool.node_proxy import NodeProxy
 from tests.support.ports import free_port
-from tests.support.waiting import WAIT_S, soon
+from tests.support.waiting import WAIT_S, soon, until
 
 KILLS = int(os.environ.get("KVLOOM_POOL_KILLS", "25"))
 HASHES = list(range(1, 25))
@@ -368,3 +369,15 @@ def test_sealed_segments_refuse_writers(agent, cc):
         with pytest.raises(PermissionError):
             attempt()
     assert not list(Path("/dev/shm").glob("ems-*"))
+
+
+def test_an_agent_whose_socket_was_removed_is_reached_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(door, "_LOOK_S", 0.01)
+    with running_agent(socket=tmp_path / "ems.sock") as agent, session(agent.config.socket, new_kv()) as first:
+        assert first.save(slots_of(0), [1], [4]).success == 1
+        agent.config.socket.unlink()
+        until(agent.config.socket.exists)
+        with session(agent.config.socket, new_kv()) as later:
+            assert later.exists([1]) == 1
+        assert first.exists([1]) == 1, "who was connected still is"
+    assert not agent.config.socket.exists()

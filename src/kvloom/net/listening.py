@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import ipaddress
+import logging
 import os
 import resource
 import socket
@@ -17,6 +18,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvloom.contract.errors import UserError
+
+log = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that wait to be accepted, also while a model is loaded
 _TRIES = 20  # two programs that listen at the same moment may both be refused, although neither listens then
@@ -136,6 +139,7 @@ class UnixListener:
         """
         self._path = path
         self._is_temporary = is_temporary
+        self._is_missed = False  # whether the log says that the path was removed
         self._group = group
         try:
             if not path.parent.exists():
@@ -164,19 +168,59 @@ class UnixListener:
             raise ListenError(f"{self._path} is there and is not a socket")
         if is_serving(self._path):  # a program that does not use the lock
             raise ListenError(f"{self._path} is in use by another program")
+        self._mode, self._backlog = mode, backlog
+        self._bind()
+
+    def _bind(self) -> None:
         # clients connect as soon as the final name exists
         hidden = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         hidden.unlink(missing_ok=True)
         self.socket.bind(str(hidden))
         try:
             os.chown(hidden, -1, self._group)
-            hidden.chmod(mode)
+            hidden.chmod(self._mode)
             self._inode = hidden.stat().st_ino
-            self.socket.listen(backlog)
+            self.socket.listen(self._backlog)
             hidden.replace(self._path)
         except OSError:
             hidden.unlink(missing_ok=True)
             raise
+
+    def renewed(self) -> socket.socket | None:
+        """Where the path was removed, so that nobody can connect any more: another listening socket there, in place of
+        `socket`, which the caller closes. None where nothing is missing, or the path cannot be had now.
+        """
+        if os.path.lexists(self._path):
+            return None
+        before = self.socket
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
+            if not _is_at(self._lock, _lock_path(self._path)):  # the lock's file was removed, too
+                self._relock()
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._bind()
+        except OSError as error:
+            if self.socket is not before:
+                self.socket.close()
+            self.socket = before
+            if not self._is_missed:
+                self._is_missed = True
+                log.error("%s was removed, and nobody can connect: %s", self._path, error.strerror or error)
+            return None
+        self._is_missed = False
+        log.warning("%s was removed; it is there again", self._path)
+        return self.socket
+
+    def _relock(self) -> None:
+        """Raises BlockingIOError when another program has the path's lock."""
+        fresh = _lock_of(self._path)
+        try:
+            fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fresh)
+            raise
+        os.close(self._lock)
+        self._lock = fresh
 
     def close(self) -> None:
         """Stop listening, and remove the path if it is still this socket's."""
@@ -189,6 +233,14 @@ class UnixListener:
                 _lock_path(self._path).unlink()
                 self._path.parent.rmdir()
         os.close(self._lock)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether an open file has this path."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except OSError:
+        return False
 
 
 def _lock_of(path: Path) -> int:

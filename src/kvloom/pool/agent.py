@@ -148,7 +148,7 @@ class Agent:
         self._unix = UnixListener(
             config.socket, config.socket_mode, BACKLOG, config.socket_group, is_temporary=config.ends_with_stdin
         )
-        self._door.add(self._unix.socket)
+        self._door.add(self._unix.socket, self._unix.renewed)
         if self.config.listen is not None:
             listener = listen(*self.config.listen, BACKLOG, "--listen")
             self.peer_port = int(listener.getsockname()[1])

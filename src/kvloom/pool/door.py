@@ -13,6 +13,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024  # length of the kernel's queue, at each address
+_LOOK_S = 2.0  # seconds between two looks whether a listener's path is still there
 _PAUSE_S = 0.1  # pause when out of descriptors or memory, unless a session ends before
 _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -51,6 +52,7 @@ class Door:
         self._begin = begin
         self._selector = selectors.DefaultSelector()
         self._listeners: dict[int, socket.socket] = {}  # by address family
+        self._renewals: dict[int, Callable[[], socket.socket | None]] = {}  # likewise
         self._open: set[int] = set()
         self._num_inside: Counter[int] = Counter()
         self._is_short = False
@@ -60,17 +62,23 @@ class Door:
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
 
-    def add(self, listener: socket.socket) -> None:
-        """Call before `serve`. The door closes the listener."""
+    def add(self, listener: socket.socket, renewed: Callable[[], socket.socket | None] = lambda: None) -> None:
+        """Call before `serve`. The door closes the listener. renewed: gives another one where callers no longer reach
+        this one.
+        """
         listener.setblocking(False)
         self._listeners[listener.family] = listener
+        self._renewals[listener.family] = renewed
 
     def serve(self) -> None:
         """Accepts callers."""
         while not self._is_closing:
+            for family, renewed in self._renewals.items():
+                if (fresh := renewed()) is not None:
+                    self._replace(family, fresh)
             for family, listener in self._listeners.items():
                 self._watch(family, listener, not self._is_short and self._num_inside[family] < self._max_sessions)
-            events = self._selector.select(_PAUSE_S if self._is_short else None)
+            events = self._selector.select(_PAUSE_S if self._is_short else _LOOK_S)
             self._is_short = False
             for key, _events in events:
                 if key.fileobj is self._woken:
@@ -86,6 +94,15 @@ class Door:
             self._selector.unregister(listener)
             self._open.discard(family)
             self.counts["sessions_waited"] += 1
+
+    def _replace(self, family: int, fresh: socket.socket) -> None:
+        before = self._listeners[family]
+        if family in self._open:
+            self._selector.unregister(before)
+            self._open.discard(family)
+        before.close()
+        fresh.setblocking(False)
+        self._listeners[family] = fresh
 
     def _accept(self, listener: socket.socket) -> None:
         try:

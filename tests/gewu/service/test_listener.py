@@ -95,6 +95,24 @@ def test_at_its_end_a_daemon_removes_its_own_socket_alone(start_daemon):
         assert daemon.socket.exists()
 
 
+@pytest.mark.parametrize("removed", [["gewu.sock"], ["gewu.sock", "gewu.sock.lock"]])
+def test_a_socket_that_was_removed_is_there_again(start_daemon, start_client, model, removed):
+    daemon = start_daemon({})
+    first = start_client(daemon)
+    session = first.create(model)
+    for name in removed:
+        (daemon.socket.parent / name).unlink()
+    until(daemon.socket.exists)
+    assert start_client(daemon).create(model) > 0
+    assert first.ask(session, max_tokens=2), "who was connected still is"
+    rival = [sys.executable, "-m", "kvloom.gewu", "daemon"]
+    environ = {**os.environ, "GEWU_SOCKET": str(daemon.socket), "GEWU_FAKE_ENGINE": "1"}
+    done = subprocess.run(rival, env=environ, stderr=subprocess.PIPE, text=True, timeout=WAIT_S)
+    assert (done.returncode, "listens on" in done.stderr) == (1, True)
+    daemon.stop()
+    assert not daemon.socket.exists()
+
+
 def test_without_descriptors_the_service_waits_and_serves_on(start_daemon, start_client, model, capfd):
     daemon = start_daemon({}, GEWU_IDLE_UNLOAD_S="0.5")
     client = start_client(daemon)

@@ -22,7 +22,7 @@ from kvloom.gewu.qos import effective_level
 from kvloom.gewu.service.connection import Connection
 from kvloom.gewu.service.creation import Creation
 from kvloom.gewu.service.ledger import Ledger
-from kvloom.gewu.service.listener import Acceptor, Listener
+from kvloom.gewu.service.listener import Acceptor, Listener, Renewed, keep_reachable
 from kvloom.gewu.service.models import Models, Outcomes
 from kvloom.gewu.service.psi import Watcher, open_triggers
 from kvloom.gewu.service.room import Rooms
@@ -60,12 +60,14 @@ class Daemon:
             "Q": self._status,
         }
 
-    async def serve(self, listener: socket.socket, stop: asyncio.Event) -> None:
-        """Accept clients until `stop` is set, then unload everything."""
+    async def serve(self, listener: socket.socket, stop: asyncio.Event, renewed: Renewed = lambda: None) -> None:
+        """Accept clients until `stop` is set, then unload everything. renewed: gives another listener where clients no
+        longer reach the present one.
+        """
         loop = asyncio.get_running_loop()
         triggers = open_triggers(self._settings.psi_file)
         watcher = Watcher(triggers, lambda level: loop.call_soon_threadsafe(self._models.tick, 0.0, level))
-        work, stopped = loop.create_task(self._work(listener)), loop.create_task(stop.wait())
+        work, stopped = loop.create_task(self._work(listener, renewed)), loop.create_task(stop.wait())
         try:
             await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -81,13 +83,15 @@ class Daemon:
             await self._prober.close()
             await self._models.close()
 
-    async def _work(self, listener: socket.socket) -> None:
+    async def _work(self, listener: socket.socket, renewed: Renewed) -> None:
         """Accept clients once their models can be looked at, for ever."""
         await self._prober.start()
         acceptor = Acceptor(listener, self._accept)
+        looking = asyncio.create_task(keep_reachable(acceptor, renewed))
         try:
             await self._tick()
         finally:
+            looking.cancel()
             acceptor.close()
 
     # -- clients
@@ -276,6 +280,6 @@ async def run(settings: Settings) -> None:
         loop.add_signal_handler(number, end)
     log.info("listening on %s", listener.socket.getsockname())
     try:
-        await Daemon(settings).serve(listener.socket, stop)
+        await Daemon(settings).serve(listener.socket, stop, listener.renewed)
     finally:
         listener.close()

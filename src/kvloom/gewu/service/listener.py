@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 _BACKLOG = 128
 _FIRST_PASSED_FD = 3  # systemd's socket activation
 _PAUSE_S = 0.5
+_LOOK_S = 2.0  # seconds between two looks whether the path is still there
+Renewed = Callable[[], socket.socket | None]
 
 
 class Listener:
@@ -33,6 +35,7 @@ class Listener:
         self._lock_fd: int | None = None
         self._inode: tuple[int, int] | None = None
         self._path = path
+        self._is_missed = False  # whether the log says that the path was removed
         if os.environ.get("LISTEN_PID") == str(os.getpid()):
             self.socket = socket.socket(fileno=_FIRST_PASSED_FD)
             return
@@ -45,6 +48,27 @@ class Listener:
             os.close(self._lock_fd)
             raise
         self._inode = _inode_of(path)
+
+    def renewed(self) -> socket.socket | None:
+        """Where the path was removed, so that no app can connect any more: another listening socket there, in place of
+        `socket`, which the caller closes. None where nothing is missing, or the path cannot be had now.
+        """
+        if self._lock_fd is None or os.path.lexists(self._path):
+            return None
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if not _is_at(self._lock_fd, _lock_path(self._path)):  # the lock's file was removed, too
+                before, self._lock_fd = self._lock_fd, _lock(self._path)
+                os.close(before)
+            fresh = _bind(self._path)
+        except OSError as error:
+            if not self._is_missed:
+                self._is_missed = True
+                log.error("%s was removed, and no app can connect: %s", self._path, error.strerror or error)
+            return None
+        self.socket, self._inode, self._is_missed = fresh, _inode_of(self._path), False
+        log.warning("%s was removed; it is there again", self._path)
+        return fresh
 
     def close(self) -> None:
         """Close and remove the socket, unless another process has replaced it. A second call does nothing."""
@@ -59,13 +83,25 @@ class Listener:
 
 def _lock(path: Path) -> int:
     """A descriptor that holds the lock while it is open. The file is never removed, which would be a race."""
-    fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
         raise OSError(f"a daemon listens on {path} already") from None
     return fd
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether an open file has this path."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except OSError:
+        return False
 
 
 def _clear(path: Path) -> None:
@@ -124,6 +160,14 @@ class Acceptor:
         if self._pause is not None:
             self._pause.cancel()
 
+    def accept_at(self, listener: socket.socket) -> None:
+        """Accept at another socket from now on, and close the present one."""
+        self.close()
+        self._listener.close()
+        self._listener = listener
+        listener.setblocking(False)
+        self._resume()
+
     def _resume(self) -> None:
         self._loop.add_reader(self._listener, self._accept)
 
@@ -143,3 +187,12 @@ class Acceptor:
             return
         self._has_said_so = False
         self._on_client(sock)
+
+
+async def keep_reachable(acceptor: Acceptor, renewed: Renewed) -> None:
+    """Look now and then whether apps still reach the listener, for ever."""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        fresh = renewed()
+        if fresh is not None:
+            acceptor.accept_at(fresh)
