@@ -24,6 +24,7 @@ CREATE TABLE IF NOT EXISTS keys (access_id TEXT NOT NULL REFERENCES credentials 
 CREATE TABLE IF NOT EXISTS tenants (tenant TEXT PRIMARY KEY, guarantee INTEGER NOT NULL, quota INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS nodes (node_id TEXT PRIMARY KEY, address TEXT NOT NULL, is_draining INTEGER NOT NULL,
   seen_s REAL NOT NULL, stats TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS clock (id INTEGER PRIMARY KEY CHECK (id = 0), passed_s REAL NOT NULL);
 """
 
 
@@ -69,6 +70,8 @@ class ControlState:
         self._db.execute("PRAGMA foreign_keys = ON")
         self._db.executescript(_SCHEMA)
         ((last_s,),) = self._db.execute("SELECT max(seen_s) FROM nodes").fetchall()
+        ((passed_s,),) = self._db.execute("SELECT max(passed_s) FROM clock").fetchall()
+        self._behind_s = max(now(), passed_s or 0.0) - steady()
         self._ahead_s = (now() if last_s is None else last_s) - steady()
         last = self._db.execute("SELECT node_id FROM nodes WHERE seen_s >= ?", ((last_s or 0.0) - ALIVE_S,))
         self._members = Members((node_id for (node_id,) in last), steady())
@@ -78,6 +81,12 @@ class ControlState:
         control plane runs.
         """
         return self._ahead_s + self._steady()
+
+    def _passed_s(self) -> float:
+        """Now, for the ends of keys: seconds since the epoch, of which none comes back when the clock is set back, also
+        while no control plane runs.
+        """
+        return max(self._now(), self._behind_s + self._steady())
 
     def close(self) -> None:
         with self._lock:
@@ -103,7 +112,7 @@ class ControlState:
             row = self._db.execute("SELECT salt FROM credentials WHERE access_id = ?", (access_id,)).fetchone()
             if row is None:
                 raise Missing(f"no access_id {access_id}")
-            end_s = self._now() + overlap_s
+            end_s = self._passed_s() + overlap_s
             self._db.execute(
                 "UPDATE keys SET expires_s = min(?, coalesce(expires_s, ?)) WHERE access_id = ?",
                 (end_s, end_s, access_id),
@@ -121,12 +130,19 @@ class ControlState:
     def credentials(self) -> list[dict[str, Any]]:
         """In the form of `Credential.to_json`: verifiers, never keys. Expired keys are gone."""
         with self._lock:
-            self._db.execute("DELETE FROM keys WHERE expires_s <= ?", (self._now(),))
+            self._end_keys()
             rows = self._db.execute("SELECT access_id, tenant, salt FROM credentials ORDER BY access_id").fetchall()
             keys: dict[str, list[str]] = defaultdict(list)
             for access_id, value in self._db.execute("SELECT access_id, verifier FROM keys ORDER BY rowid"):
                 keys[access_id].append(value.hex())
         return [{"access_id": i, "tenant": t, "salt": salt.hex(), "verifiers": keys[i]} for i, t, salt in rows]
+
+    def _end_keys(self) -> None:
+        """Remove expired keys. While there are keys that will expire, the time is kept in the file."""
+        passed_s = self._passed_s()
+        self._db.execute("DELETE FROM keys WHERE expires_s <= ?", (passed_s,))
+        if self._db.execute("SELECT 1 FROM keys WHERE expires_s IS NOT NULL LIMIT 1").fetchone() is not None:
+            self._db.execute("INSERT OR REPLACE INTO clock VALUES (0, ?)", (passed_s,))
 
     def set_tenant(self, tenant: str, guarantee: int, quota: int) -> None:
         with self._lock:
