@@ -4,6 +4,7 @@ Python's own `ssl` passes a record at a time between its socket and its caller, 
 (decision 097).
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,8 +14,9 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from OpenSSL import SSL, crypto
 
-from kvloom.net.tls import check_files, revocation_lists
+from kvloom.net.tls import check_files
 from kvloom.net.tlsconfig import TlsConfig, TlsError
+from kvloom.net.trust import Trust
 
 
 class MutualTls:
@@ -33,14 +35,15 @@ class MutualTls:
         """New connections use the present files. Raises TlsError and keeps the old ones in use if these are invalid."""
         password = check_files(self._config)
         _check_usage(self._config)
-        lists = revocation_lists(self._config)
-        context = _context(self._config, password, lists)
-        self._revoked = frozenset((each.issuer, one.serial_number) for each in lists for one in each)
-        self._context = context
+        trust = Trust(self._config)
+        context = _context(self._config, password, trust.lists)
+        self._trust, self._context = trust, context
 
-    def is_revoked(self, certificate: x509.Certificate) -> bool:
-        """Whether the revocation lists in use contain the certificate of an existing connection."""
-        return (certificate.issuer, certificate.serial_number) in self._revoked
+    def is_revoked(self, chain: Sequence[x509.Certificate]) -> bool:
+        """Whether the certificate of an existing connection, the first of what its peer sent, is revoked, or its CA is
+        no longer one of those in use.
+        """
+        return not self._trust.accepts(chain)
 
     def connection(self, is_server: bool) -> SSL.Connection:
         """One end of a new connection, before its handshake, without a socket: `bio_read` gives what is to be sent to

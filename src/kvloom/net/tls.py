@@ -152,10 +152,15 @@ def _check_crls(config: TlsConfig, authorities: list[x509.Certificate], now: dat
 
 def revocation_lists(config: TlsConfig) -> list[x509.CertificateRevocationList]:
     """The lists in its files that are signed by one of its CAs. Raises TlsError."""
-    now = datetime.now(UTC)
-    authorities = [certificate for path in config.ca_files for certificate in _authorities(config.names.ca, path, now)]
+    now, known = datetime.now(UTC), authorities(config)
     lists = [each for path in config.crls for each in _crls(config.names.crl, path, now)]
-    return [each for each in lists if any(_is_signed(each, authority) for authority in authorities)]
+    return [each for each in lists if any(_is_signed(each, authority) for authority in known)]
+
+
+def authorities(config: TlsConfig) -> list[x509.Certificate]:
+    """The CAs in its files. Raises TlsError."""
+    now = datetime.now(UTC)
+    return [certificate for path in config.ca_files for certificate in _authorities(config.names.ca, path, now)]
 
 
 def _crls(option: str, path: Path, now: datetime) -> list[x509.CertificateRevocationList]:

@@ -38,14 +38,14 @@ class SecuredChannel(Channel):
     @property
     @abstractmethod
     def is_revoked(self) -> bool:
-        """Whether the peer's certificate has been revoked. May be called from any thread."""
+        """Whether the peer's certificate has been revoked, or its CA taken away. May be called from any thread."""
 
     def refuse_revoked(self) -> None:
         """Raises CertificateRefused. Called once this connection is in the list that revocations are checked against:
         the files may have been read again since the handshake began.
         """
         if self.is_revoked:
-            raise CertificateRefused("certificate revoked")
+            raise CertificateRefused("certificate revoked, or its CA taken away")
 
 
 class Complaints:

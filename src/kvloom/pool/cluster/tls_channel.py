@@ -38,7 +38,7 @@ class TlsChannel(SecuredChannel):
         self.tls = files.connection(is_server)
         self.ends = TlsEnds(*ends_of(self.tls), *map(function_at, TLS_FUNCTIONS))
         self._files = files
-        self._certificate: Certificate | None = None
+        self._chain: list[Certificate] = []  # of the peer, its own certificate first
 
     def handshake(self, deadline_s: float) -> None:
         try:
@@ -47,11 +47,13 @@ class TlsChannel(SecuredChannel):
             if why := refusal_of(self.tls):
                 raise CertificateRefused(why) from error
             raise
-        self._certificate = self.tls.get_peer_certificate(as_cryptography=True)
+        own = self.tls.get_peer_certificate(as_cryptography=True)
+        sent = self.tls.get_peer_cert_chain(as_cryptography=True) or []  # with its own only on the calling side
+        self._chain = [] if own is None else [own, *(each for each in sent if each != own)]
 
     @property
     def is_revoked(self) -> bool:
-        return self._certificate is not None and self._files.is_revoked(self._certificate)
+        return bool(self._chain) and self._files.is_revoked(self._chain)
 
     def _done(self, deadline_s: float | None, call: Callable[..., T], *arguments: Any) -> T:
         """The result of a call of `tls`, after what it needs was received; what it has for the peer is sent."""
