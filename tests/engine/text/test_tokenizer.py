@@ -214,6 +214,23 @@ def test_templates_by_name_and_with_arguments(tmp_path):
     assert tokenizer.apply_chat_template([], tools=[{"é": 1}]) == '[{"é": 1}]'
 
 
+def test_templates_that_transformers_saves_in_a_folder_are_found_by_their_names(tmp_path):
+    """additional_chat_templates/, as save_pretrained of transformers 5.24 writes it."""
+    folder = byte_level_folder(tmp_path, chat_template="{{ messages|length }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools|length }} tools")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.apply_chat_template([{}]) == "1"
+    assert tokenizer.apply_chat_template([{}], tools=[{}, {}]) == "2 tools"
+
+
+def test_a_template_may_read_every_special_token_that_has_a_name(tmp_path):
+    tokens = {"bos_token": "<s>", "pad_token": {"content": "<pad>"}, "unk_token": "<unk>"}
+    template = "{{ bos_token }}{{ pad_token }}{{ unk_token }}{{ sep_token }}"
+    folder = byte_level_folder(tmp_path, chat_template=template, **tokens)
+    assert load_tokenizer(folder).apply_chat_template([]) == "<s><pad><unk>"
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
     [

@@ -19,6 +19,9 @@ from kvloom.engine.text.gguf_ends import end_ids, named_id
 from kvloom.engine.text.gguf_tokenizer import build_fast_tokenizer
 from kvloom.engine.text.spelling import Spelling, is_byte_level, joined
 
+_NAMES_IN_TEMPLATES = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OF_GGUF = {"unk_token": "unknown", "sep_token": "seperator", "pad_token": "padding"}  # its spelling
+
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
@@ -154,7 +157,8 @@ def _load_gguf(path: Path) -> Tokenizer:
         is_byte_level=meta["tokenizer.ggml.model"] == "gpt2",
         templates=ChatTemplates(
             templates,
-            {f"{name}_token": "" if id is None else fast.id_to_token(id) for name, id in named.items()},
+            {f"{name}_token": "" if id is None else fast.id_to_token(id) for name, id in named.items()}
+            | {name: fast.id_to_token(id) for name, key in _OF_GGUF.items() if (id := named_id(meta, key)) is not None},
         ),
     )
 
@@ -177,7 +181,7 @@ def _load_folder(folder: Path) -> Tokenizer:
         fast,
         SpecialTokens(_special_ids(fast), frozenset(ids), fast.token_to_id(bos_token), eos_id),
         is_byte_level=is_byte_level(fast.decoder),
-        templates=ChatTemplates(_folder_templates(folder, config), {"bos_token": bos_token, "eos_token": eos_token}),
+        templates=ChatTemplates(_folder_templates(folder, config), _named(config, bos_token, eos_token)),
         vocab_size=largest + 1,
     )
 
@@ -194,6 +198,12 @@ def _special_ids(fast: FastTokenizer) -> frozenset[int]:
     return frozenset(i for i, token in fast.get_added_tokens_decoder().items() if token.special)
 
 
+def _named(config: Mapping[str, Any], bos_token: str, eos_token: str) -> dict[str, str]:
+    """The texts of special tokens that templates may read, as transformers gives them; those of no value are unset."""
+    others = {name: content(config.get(name)) for name in _NAMES_IN_TEMPLATES}
+    return {"bos_token": bos_token, "eos_token": eos_token} | {name: text for name, text in others.items() if text}
+
+
 def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name; a template file wins over the configuration."""
     stored = config.get("chat_template") or {}
@@ -201,5 +211,6 @@ def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]
         stored = {entry["name"]: entry["template"] for entry in stored}
     elif isinstance(stored, str):
         stored = {"default": stored}
-    path = folder / "chat_template.jinja"
-    return dict(stored) | ({"default": read_text(path)} if path.exists() else {})
+    path, more = folder / "chat_template.jinja", sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    files = {each.stem: read_text(each) for each in more}  # as transformers saves them
+    return dict(stored) | files | ({"default": read_text(path)} if path.exists() else {})

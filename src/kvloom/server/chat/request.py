@@ -11,6 +11,7 @@ from kvloom.engine.text.marks import Marks
 from kvloom.server.chat.content import joined, sources_of, text_of, with_parts, with_texts
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.server.chat.output import ChatOutput
+from kvloom.server.chat.parts import reads_parts_alone
 from kvloom.server.chat.reasoning import END_THINK, THINK, ReasoningSplitter
 from kvloom.server.chat.style import ChatStyle, style_of, takes_parts
 from kvloom.server.chat.tool_calls import make_parser
@@ -172,6 +173,8 @@ def _render(
 def _formed(service: GenerationService, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages in the form that the model's template takes. Raises BadRequest when it takes no images."""
     info = service.engine.info
+    if not info.sees and reads_parts_alone(service.tokenizer):
+        return with_parts(messages)
     if not info.sees:
         return [dict(message) for message in messages]
     if takes_parts(service.tokenizer):
