@@ -122,16 +122,14 @@ def _watch(
 def _come_bytes(model: HubModel, parts: Path) -> int:
     """Bytes of the parts that are there, and of the packages under way."""
     finished = sum((parts / str(index)).stat().st_size for index in _finished(model, parts))
-    under_way = 0
-    for folder in (parts / _COMING).iterdir():
-        under_way += max((size for size in map(_size, folder.rglob("*")) if size), default=0)
-    return finished + under_way
+    return finished + sum(map(_largest, (parts / _COMING).iterdir()))
 
 
-def _size(path: Path) -> int:
+def _largest(folder: Path) -> int:
+    """Bytes of the largest file in a folder that others change meanwhile."""
     try:
-        return path.stat().st_size if path.is_file() else 0
-    except OSError:  # it was removed meanwhile
+        return max((path.stat().st_size for path in folder.rglob("*") if path.is_file()), default=0)
+    except OSError:  # something was removed
         return 0
 
 
