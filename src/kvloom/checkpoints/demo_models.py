@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ems.common import folders
 from kvloom.checkpoints.fetching import HubModel, Progress, fetch, is_whole
+from kvloom.checkpoints.part_names import model_name
 from kvloom.contract.errors import ModelError
 
 MODELS = {
@@ -103,7 +104,7 @@ def link(path: Path) -> str:
     Raises ModelError when another model has that name, or the cache cannot be written.
     """
     path = path.resolve()
-    name = path.name if path.is_dir() else path.stem
+    name = model_name(path)
     link = cache_folder() / name
     if name in MODELS or (link.is_symlink() and link.exists() and link.resolve() != path):
         raise ModelError(f"{path}: another model is named {name!r} already")

@@ -1,4 +1,4 @@
-"""Names of GGUF models in several files: NAME-00001-of-00003.gguf and so on."""
+"""Names of models by their files; GGUF models in several are NAME-00001-of-00003.gguf and so on."""
 
 import re
 from pathlib import Path
@@ -24,6 +24,12 @@ def is_later_part(name: str) -> bool:
     """Whether a file is named like a part that is not the first."""
     found = _NAME.match(name)
     return found is not None and int(found[2]) != 1
+
+
+def model_name(path: Path) -> str:
+    """The name of a model: of a folder its own, of a GGUF file what stands before `.gguf` and a part's number."""
+    found = _NAME.match(path.name)
+    return found[1].removesuffix("-") if found else (path.name or path.resolve().name).removesuffix(".gguf")
 
 
 def _part(path: Path, found: re.Match[str], number: int) -> Path:

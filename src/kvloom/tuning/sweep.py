@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvloom.checkpoints.part_names import model_name
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.reading import read_bytes
@@ -166,8 +167,9 @@ def _prompts(aim: Aim, times: StepTimes, count: int) -> list[Sequence[int]]:
 
 def write(tuned: Tuned, aim: Aim, config: EngineConfig, folder: Path) -> None:
     """Write config.json, the table and the plot; the configuration is read back as a check."""
-    stem = re.sub(r"[^A-Za-z0-9_.:-]", "-", Path(config.model).stem).lstrip(".:-")  # characters that modelName allows
-    name = aim.name or stem or "mock"
+    own = model_name(Path(config.model)) if config.model else ""
+    allowed = re.sub(r"[^A-Za-z0-9_.:-]", "-", own).lstrip(".:-")  # characters that modelName allows
+    name = aim.name or allowed or "mock"
     model = [
         Proposal("modelName", name, "as asked for" if aim.name else "the model's file"),
         Proposal("modelInstanceType", "Standard" if config.model else "StandardMock", "as measured"),

@@ -14,7 +14,7 @@ from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.facts import facts_of
 from kvloom.checkpoints.files import find_weights
 from kvloom.checkpoints.fingerprint import fingerprint, stamp
-from kvloom.checkpoints.part_names import first_part, is_later_part, named_parts
+from kvloom.checkpoints.part_names import first_part, is_later_part, model_name, named_parts
 from kvloom.contract.errors import ModelError
 from tests.engine.weights.test_gguf import gguf_name, tensors_of, write
 from tests.support.models.checkpoints import tiny_model
@@ -192,3 +192,15 @@ def test_names_of_parts():
     assert [is_later_part(name) for name in ("b-00002-of-00002.gguf", first.name, "b.gguf")] == [True, False, False]
     for name in ("b.gguf", "b-00002-of-00002.gguf", "b-00001-of-00000.gguf", "b-1-of-2.gguf"):
         assert named_parts(Path(name)) == [Path(name)]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("a/Qwen2.5-0.5B-Instruct", "Qwen2.5-0.5B-Instruct"),
+        ("a/Llama-3.1-8B.Q4_K_M.gguf", "Llama-3.1-8B.Q4_K_M"),
+        ("a/qwen2.5-7b-q4_k_m-00001-of-00002.gguf", "qwen2.5-7b-q4_k_m"),
+    ],
+)
+def test_a_model_is_named_by_its_folder_or_file(path: str, name: str):
+    assert model_name(Path(path)) == name

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvloom.checkpoints.part_names import model_name
 from kvloom.contract.capacity import bytes_of_gb
 from kvloom.contract.config import MAX_BATCH, STEP_TOKENS, EngineConfig, TierConfig
 from kvloom.contract.errors import BadRequest
@@ -275,9 +276,8 @@ class Settings:
             engine.setdefault("crash_patience_s", VLLM_START_S)
         if "device_ids" in both and not is_plugin(both):
             engine |= device_settings(both["device_ids"], index, both.get("device", "cpu").partition(":")[0])
-        engine["kv_tier"] = _kv_tier(both)
-        path = both.get("model") or ""
-        name = model.get("name") or (Path(path).stem if path else "mock")
+        engine["kv_tier"], path = _kv_tier(both), both.get("model") or ""
+        name = model.get("name") or model_name(Path(path or "mock"))
         card = {field: both[field] for field in _CARD_FIELDS if field in both}
         modules, dtype = tuple(model.get("lora_modules", ())), both.get("torch_dtype", "auto")
         return ModelCard(name, EngineConfig(model=path, **engine), lora_modules=modules, dtype=dtype, **card)
