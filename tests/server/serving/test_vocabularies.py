@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from jsonschema_rs import validate
 
+from kvloom.contract.request import SamplingParams
 from kvloom.engine.text.tokenizer import Tokenizer
+from kvloom.rank.grammar.guides import Guides
 from tests.support.models.vocabularies import KINDS, vocabulary
 from tests.support.servers import FakeServer, fake_server
 
@@ -71,6 +73,7 @@ def test_an_answer_is_of_its_schema(server: FakeServer, seed: int):
         ({"guided_choice": ["abc", "xyz"]}, "abc|xyz"),
         ({"guided_choice": [" yes", " no"]}, " yes| no"),
         ({"guided_choice": ["<end>x", "<turn>y"]}, "<end>x|<turn>y"),
+        ({"guided_choice": ["ab<end>x"]}, "ab<end>x"),
         ({"guided_regex": "yes( no){2}"}, "yes no no"),
         ({"structured_outputs": {"grammar": 'start: "true" " "? "{"'}}, r"true ?\{"),
     ],
@@ -164,3 +167,18 @@ def test_a_prompt_fills_the_context_to_its_last_token(server: FakeServer, tokeni
     assert response.json()["usage"]["prompt_tokens"] == num_prompt
     refused = server.complete(text + " yes" * 8, max_tokens=8, temperature=0)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("mark", ["</think>", "<end>", "x no"])
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "WordPiece"])
+def test_the_end_of_reasoning_is_forced_as_it_is_spelt(name: str, mark: str):
+    tokenizer = vocabulary(name)
+    guides = Guides(lambda: tokenizer, tokenizer.vocab_size, must_wait=True)
+    guide = guides.guide(SamplingParams(reasoning_end=mark, max_reasoning_tokens=0))
+    assert guide is not None
+    written = b""
+    while (mask := guide.mask()) is not None:
+        (forced,) = mask.nonzero()[0]
+        guide.take(int(forced))
+        written += tokenizer.token_bytes(int(forced))
+    assert written.decode() == mark
