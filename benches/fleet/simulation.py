@@ -106,6 +106,8 @@ def compare(trace: list[Arrival], times: StepTimes, routing: str) -> dict[str, f
     real = figures(runs, elapsed_s)
     found = simulate_fleet(trace, CONFIG, times, Shape(NUM_REPLICAS, routing))
     ttft, foretold = real.first_token_ms, found.figures.first_token_ms
+    assert ttft is not None  # every request was answered
+    assert foretold is not None
     return {
         "real_tok_s": real.generate_speed,
         "real_p50_ttft_ms": ttft.p50,

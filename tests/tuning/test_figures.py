@@ -21,8 +21,8 @@ def test_a_percentile_is_a_value_that_enough_do_not_exceed(values, percent):
     assert sum(v < found for v in ordered) < max(1, needed)
 
 
-def test_the_spread_of_nothing_is_zero():
-    assert spread([]) == Spread()
+def test_nothing_measured_has_no_spread():
+    assert spread([]) is None
     assert spread([2.0, 1.0, 3.0]) == Spread(2.0, 2.0, 3.0, 3.0, 3.0)
 
 
@@ -46,3 +46,11 @@ def test_the_figures_of_a_run():
     shown = dict(table(found))
     assert shown["lpot"].startswith("375.00 ms mean, 250.00 p50, 500.00 p90")
     assert figures([], 0.0).generate_speed == pytest.approx(0)
+
+
+def test_times_that_nothing_was_measured_of_are_not_shown_as_0():
+    failed, single = Times(7, 0.0, error="the model failed"), Times(7, 0.0)
+    single.take(1, 0.25)
+    assert (figures([failed], 1.0).first_token_ms, figures([failed], 1.0).lpot_ms) == (None, None)
+    shown = dict(table(figures([single], 1.0)))
+    assert (shown["first token"].split(",")[0], shown["lpot"]) == ("250.00 ms mean", "none measured")

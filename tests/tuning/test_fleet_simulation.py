@@ -14,7 +14,7 @@ from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.tuning.fleet.routing import ROUTINGS, Ask, PowerOfTwo, Prefix
 from kvloom.tuning.fleet.simulate import Failure, FleetSimulated, Shape, simulate_fleet
-from kvloom.tuning.fleet.sizing import Point, Slo, fewest, plot_html
+from kvloom.tuning.fleet.sizing import Point, Slo, fewest, plot_html, point_of
 from kvloom.tuning.simulate import simulate
 from kvloom.tuning.steptime import StepTimes, save_times
 from kvloom.tuning.trace import MOONCAKE_BLOCK, Arrival, job_of, read_trace
@@ -211,6 +211,13 @@ def test_the_fewest_replicas_are_found(needed: int, most: int):
 def test_what_cannot_be_is_refused_by_name(make: Callable[[], object], problem: str):
     with pytest.raises(BadRequest, match=problem):
         make()
+
+
+def test_replicas_that_answered_nothing_have_no_times():
+    found = simulate_fleet([Arrival(0.0, 8, 1)], CONFIG, TIMES, Shape(1))
+    one_token = point_of("prefix", 1, found, Slo(tpot_ms=1))
+    assert (one_token.tpot_ms, one_token.is_within, one_token.row()["TPOT, ms"]) == (None, True, "-")
+    assert plot_html([one_token], Slo(), {"prefix": 1}, "Replicas").count("<svg") == 1
 
 
 def test_the_picture_has_lines_limits_and_a_table():

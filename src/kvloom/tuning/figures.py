@@ -34,26 +34,28 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean and percentiles; all 0 without values."""
+    """Mean and percentiles of one or more values."""
 
-    mean: float = 0.0
-    p50: float = 0.0
-    p90: float = 0.0
-    p99: float = 0.0
-    most: float = 0.0
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    most: float
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of a whole run. Times in ms, rates per second. lpot: time per output token after the first."""
+    """Figures of a whole run. Times in ms, None where none was measured; rates per second. lpot: time per output token
+    after the first.
+    """
 
     num_requests: int
     num_failed: int
     elapsed_s: float
     average_input_length: float
     average_output_length: float
-    first_token_ms: Spread
-    lpot_ms: Spread
+    first_token_ms: Spread | None
+    lpot_ms: Spread | None
     generate_speed: float  # output tokens a second
     total_speed: float  # input and output tokens a second
     requests_per_s: float
@@ -64,10 +66,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return values[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
-def spread(values: Sequence[float]) -> Spread:
-    """Mean and percentiles of times in any order and unit."""
+def spread(values: Sequence[float]) -> Spread | None:
+    """Mean and percentiles of times in any order and unit; None without values."""
     if not values:
-        return Spread()
+        return None
     ordered = sorted(values)
     p50, p90, p99 = (percentile(ordered, percent) for percent in (50, 90, 99))
     return Spread(math.fsum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
@@ -109,5 +111,7 @@ def table(found: Figures) -> list[tuple[str, str]]:
     ]
 
 
-def _line(s: Spread) -> str:
+def _line(s: Spread | None) -> str:
+    if s is None:
+        return "none measured"
     return f"{s.mean:.2f} ms mean, {s.p50:.2f} p50, {s.p90:.2f} p90, {s.p99:.2f} p99, {s.most:.2f} longest"

@@ -140,8 +140,10 @@ def run_point(config: EngineConfig, aim: Aim, times: StepTimes, batch: int, prog
             progress=lambda done, tokens: progress(what, done, num_requests),
             max_s=longer * aim.point_s,
         ).figures
-        if found.lpot_ms.most > 0 or (aim.num_output == 1 and found.num_requests > found.num_failed):
-            return Point(batch, found.lpot_ms.mean, found.generate_speed, found.first_token_ms.mean, found.num_requests)
+        first, lpot = found.first_token_ms, found.lpot_ms
+        if first is not None and (aim.num_output == 1 or (lpot is not None and lpot.most > 0)):
+            lpot_ms = lpot.mean if lpot is not None else 0.0  # of answers of one token: none follows
+            return Point(batch, lpot_ms, found.generate_speed, first.mean, found.num_requests)
     return None
 
 

@@ -38,8 +38,8 @@ class Point:
 
     routing: str
     num_replicas: int
-    ttft_ms: float
-    tpot_ms: float
+    ttft_ms: float | None  # None = nothing was measured
+    tpot_ms: float | None
     hit_rate: float
     num_failed: int
     tokens_per_s: float
@@ -51,8 +51,8 @@ class Point:
         return {
             "routing": self.routing,
             "replicas": self.num_replicas,
-            "TTFT, ms": round(self.ttft_ms, 1),
-            "TPOT, ms": round(self.tpot_ms, 2),
+            "TTFT, ms": _rounded(self.ttft_ms, 1),
+            "TPOT, ms": _rounded(self.tpot_ms, 2),
             "hit rate": round(self.hit_rate, 3),
             "failed": self.num_failed,
             "tok/s": round(self.tokens_per_s, 1),
@@ -60,12 +60,16 @@ class Point:
         }
 
 
+def _rounded(value: float | None, digits: int) -> float | str:
+    return "-" if value is None else round(value, digits)
+
+
 def point_of(routing: str, num_replicas: int, found: FleetSimulated, slo: Slo) -> Point:
     ttft = sorted(1e3 * run.first_token_s for run in found.times if run.first_token_s is not None and not run.error)
     tpot = sorted(found.tpot_ms)
-    worst = percentile(ttft, slo.percent) if ttft else 0.0, percentile(tpot, slo.percent) if tpot else 0.0
+    worst = percentile(ttft, slo.percent) if ttft else None, percentile(tpot, slo.percent) if tpot else None
     limits = (slo.ttft_ms, slo.tpot_ms)
-    is_kept = all(limit is None or value <= limit for value, limit in zip(worst, limits, strict=True))
+    is_kept = all(limit is None or value is None or value <= limit for value, limit in zip(worst, limits, strict=True))
     failed = found.figures.num_failed
     speed = found.figures.generate_speed
     is_within = None if limits == (None, None) else is_kept and not failed
@@ -101,7 +105,8 @@ def plot_html(points: Sequence[Point], slo: Slo, needed: Mapping[str, int | None
     for name, caption, limit in (("ttft_ms", "TTFT", slo.ttft_ms), ("tpot_ms", "TPOT", slo.tpot_ms)):
         lines = []
         for color, routing in zip(_COLORS, needed, strict=False):
-            mine = [(float(p.num_replicas), float(getattr(p, name))) for p in points if p.routing == routing]
+            told = [(p.num_replicas, getattr(p, name)) for p in points if p.routing == routing]
+            mine = [(float(count), float(value)) for count, value in told if value is not None]
             lines.append(Line(routing, mine, color))
         if limit is not None:
             ends = [float(min(p.num_replicas for p in points)), float(max(p.num_replicas for p in points))]
