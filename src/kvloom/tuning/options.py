@@ -36,7 +36,8 @@ PoolSpeed = Annotated[
     float, Option("--pool-gb-s", min=0.001, callback=finite, help="GB a second out of the pool, for such prompts.")
 ]
 Failures = Annotated[
-    list[str] | None, Option("--fail", help="SECOND:REPLICA:DOWN_SECONDS, a replica that is lost; repeatable.")
+    list[str] | None,
+    Option("--fail", help="A replica that is lost: from when, which, for how many seconds, as 30:0:20; repeatable."),
 ]
 SloTtft = Annotated[float | None, Option(help="Longest time to the first token.")]
 SloTpot = Annotated[float | None, Option(help="Longest mean time of a further token.")]
