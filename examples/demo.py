@@ -14,7 +14,7 @@ READY = re.compile(r"is served on (http://\S+:\d+)\.")
 
 def ask(url: str) -> None:
     """Print the streamed answer of the server's first model."""
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
         model = client.get("/v1/models").json()["data"][0]["id"]
         body = {
             "model": model,

@@ -104,7 +104,7 @@ async def ask(client: httpx.AsyncClient, prompt: str, seen: Seen, max_tokens: in
 
 
 def _client(url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None))
+    return httpx.AsyncClient(base_url=url, timeout=300, trust_env=False, limits=httpx.Limits(max_connections=None))
 
 
 # -- hits
@@ -151,7 +151,7 @@ def measure_hits(options: argparse.Namespace) -> list[dict[str, Any]]:
         with serving(["fleet", "run"], {"maxSeqLen": 4096, "mock": mock, **args}) as (url, _):
             seen = asyncio.run(chats(url, options.chats, options.turns, options.think))
             time.sleep(3)  # replicas report their metrics once a second
-            text = httpx.get(f"{url}/metrics").text
+            text = httpx.get(f"{url}/metrics", trust_env=False).text
         prompt, cached = (_metric(text, metric) for metric in ("prompt_tokens_total", "npu_radix_match_hit_num"))
         rows.append({"policy": name, "hits": cached / prompt, "p99_s": seen.p99_s, "errors": seen.num_errors})
         print(
@@ -228,14 +228,14 @@ def _title(process: psutil.Process) -> str:
 
 
 async def _num_ready(client: httpx.AsyncClient) -> int:
-    feed = (await client.get("/console/feed")).json()
+    feed = (await client.get("/console/feed", trust_env=False)).json()
     return sum(each["is_ready"] for each in feed["models"][0]["replicas"])
 
 
 def measure_kills(options: argparse.Namespace) -> None:
     with serving(["fleet", "run"], {"replicas": 2, "mock": {"stepMs": 10}, "maxSeqLen": 1024}) as (url, pid):
         seen = asyncio.run(under_kills(url, pid, options.kills, options.streams))
-        feed = httpx.get(f"{url}/console/feed").json()["models"][0]
+        feed = httpx.get(f"{url}/console/feed", trust_env=False).json()["models"][0]
     print(
         f"{options.kills} kills under {options.streams} streams: {len(seen.ttft_s)} answers, {seen.num_wrong} wrong, "
         f"{seen.num_errors} errors, {feed['moves']} moves, {feed['lost']} lost"

@@ -67,7 +67,7 @@ class World:
         self._dice = random.Random(seed)
         url = f"http://127.0.0.1:{self._port}"
         self._client = httpx.Client(
-            base_url=url, headers={"Authorization": f"Bearer {token.read_text()}"}, timeout=10.0
+            base_url=url, headers={"Authorization": f"Bearer {token.read_text()}"}, timeout=10.0, trust_env=False
         )
         self._command = [sys.executable, "-m", "kvloom", "pool", "control", f"--listen=127.0.0.1:{self._port}"]
         self._command += [f"--secret-file={secret}", f"--admin-token-file={token}", f"--state={folder / 'control.db'}"]

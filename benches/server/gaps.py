@@ -201,7 +201,7 @@ class Neighbour:
 def _read(url: str, longest_s: Any, num_events: Any) -> None:
     body = {"prompt": "Once", "max_tokens": 1900, "stream": True, "ignore_eos": True, "temperature": 0}
     while True:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=READ_S) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=READ_S, trust_env=False) as response:
             last_s = 0.0  # the time between two streams is no gap
             for _ in response.iter_lines():
                 now_s = time.perf_counter()
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--url", help="of a server that runs")
     parser.add_argument("--only", nargs="*", help="the names of some bodies")
     args = parser.parse_args()
-    with served(args.url) as (url, pid), httpx.Client(base_url=url, timeout=READ_S) as client:
+    with served(args.url) as (url, pid), httpx.Client(base_url=url, timeout=READ_S, trust_env=False) as client:
         neighbour = Neighbour(url)
         for name, (path, make) in bodies().items():
             if args.only and name not in args.only:

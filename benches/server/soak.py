@@ -66,7 +66,7 @@ class Clients:
         return self._left <= 0
 
     def _run(self) -> None:
-        with httpx.Client() as client:
+        with httpx.Client(trust_env=False) as client:
             while not self._is_over.is_set() and not self.has_asked_enough:
                 client.base_url = httpx.URL(self._world.url)
                 self._ask(client)
@@ -140,7 +140,7 @@ def _with_truth(cases: Sequence[Case], settings: Settings, folder: Path) -> list
     print("the undisturbed answers", file=sys.stderr, flush=True)
     own = folder / "undisturbed"
     own.mkdir()
-    with World(settings, own, has_pool=False) as world, httpx.Client(base_url=world.url) as client:
+    with World(settings, own, has_pool=False) as world, httpx.Client(base_url=world.url, trust_env=False) as client:
         return [replace(case, truth=ask(client, case, is_streamed=False)) for case in cases]
 
 

@@ -65,7 +65,7 @@ class World:
         self._command = [*CLI, "serve", "--config", str(path), "--port", "0", "--grace", "2"]
         self._server: ServeProcess | None = None
         self._stack = ExitStack()
-        self._client = httpx.Client(timeout=5.0)
+        self._client = httpx.Client(timeout=5.0, trust_env=False)
         self._num_loaded, self._last_loaded = 0, 0
         self._num_wrong = 0
 

@@ -81,7 +81,7 @@ def server(folder: Path, model: Path, socket: Path) -> Iterator[httpx.Client]:
         found = next((found for line in process.stdout if (found := READY.search(line))), None)
         if found is None:
             raise SystemExit("the server did not start")
-        with httpx.Client(base_url=found[1], timeout=120) as client:
+        with httpx.Client(base_url=found[1], timeout=120, trust_env=False) as client:
             ask(client, "warm up", [1, 2, 3])
             yield client
     finally:
