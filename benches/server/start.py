@@ -87,7 +87,7 @@ def serve(environ: Mapping[str, str], kept: Path | None = None) -> float:
 def is_answered(port: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
         url = f"http://127.0.0.1:{port}/v1/completions"
-        return httpx.post(url, json=ASK, timeout=LIMIT_S).status_code == 200
+        return httpx.post(url, json=ASK, timeout=LIMIT_S, trust_env=False).status_code == 200
     return False
 
 
