@@ -228,7 +228,7 @@ def _title(process: psutil.Process) -> str:
 
 
 async def _num_ready(client: httpx.AsyncClient) -> int:
-    feed = (await client.get("/console/feed", trust_env=False)).json()
+    feed = (await client.get("/console/feed")).json()
     return sum(each["is_ready"] for each in feed["models"][0]["replicas"])
 
 
