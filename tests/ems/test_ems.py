@@ -129,6 +129,18 @@ class TestInit:
 
 
 @pytest.mark.usefixtures("_no_agent")
+def test_an_embedded_agent_that_hangs_is_replaced(monkeypatch):
+    monkeypatch.setattr(private_agent, "_LOOK_S", 0.2)
+    with ems.embedded(pool="16M") as agent:
+        Ems.init(config())
+        before = agent.pid
+        os.kill(before, signal.SIGSTOP)
+        until(lambda: Ems.check_health() and agent.pid != before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(before, 0)
+
+
+@pytest.mark.usefixtures("_no_agent")
 class TestEmbedded:
     def test_the_context_gives_a_private_agent_and_ends_it(self):
         with ems.embedded(pool="32M") as agent:
