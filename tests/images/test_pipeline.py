@@ -13,7 +13,7 @@ import pytest
 
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.images.files import PIPELINES
-from kvloom.images.messages import Paint, Setup
+from kvloom.images.messages import Cancelled, Paint, Setup
 from tests.support.models import kept_models
 
 if TYPE_CHECKING:
@@ -97,9 +97,9 @@ def test_it_ends_at_the_step_that_finds_it_cancelled(pipeline: Pipeline):
     def on_step(picture: int, step: int, total: int) -> None:
         steps.append(step)
         if step == 2:
-            raise images().Cancelled
+            raise Cancelled
 
-    with pytest.raises(images().Cancelled):
+    with pytest.raises(Cancelled):
         pipeline.paint(order(steps=5), 0, on_step, lambda *picture: None)
     assert steps == [1, 2]
 

@@ -60,7 +60,7 @@ class SlowPipeline:
 @pytest.fixture
 def pipeline(monkeypatch: pytest.MonkeyPatch) -> SlowPipeline:
     made = SlowPipeline()
-    monkeypatch.setattr("kvloom.images.main.open_pipeline", lambda setup: made)
+    monkeypatch.setattr("kvloom.images.pipeline.open_pipeline", lambda setup: made)
     return made
 
 

@@ -11,7 +11,8 @@ import time
 import traceback
 from collections import deque
 from contextlib import suppress
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -19,9 +20,24 @@ from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.frames import frame
 from kvloom.engine.link import ranklog
 from kvloom.engine.link.channel import Channel
-from kvloom.images.messages import SIGN_S, Alive, Cancel, Ended, Failed, Order, Paint, Picture, Progress, Ready, Setup
-from kvloom.images.pipeline import Cancelled, Pipeline, open_pipeline
+from kvloom.images.messages import (
+    SIGN_S,
+    Alive,
+    Cancel,
+    Cancelled,
+    Ended,
+    Failed,
+    Order,
+    Paint,
+    Picture,
+    Progress,
+    Ready,
+    Setup,
+)
 from kvloom.processes import inside
+
+if TYPE_CHECKING:
+    from kvloom.images.pipeline import Pipeline
 
 _NICENESS = 5  # a picture takes seconds; language models, whose tokens clients wait for, come first
 
@@ -92,7 +108,8 @@ def serve(channel: Channel) -> None:
     if setup.cores:
         os.sched_setaffinity(0, setup.cores)  # of this thread and those that it will start
     try:
-        pipeline = open_pipeline(setup)
+        # imports torch: only now, when this process already ends with its parent
+        pipeline = cast("Pipeline", import_module("kvloom.images.pipeline").open_pipeline(setup))
     except ModelError as error:
         channel.send(Failed(str(error)))
         return
@@ -103,7 +120,7 @@ def serve(channel: Channel) -> None:
         channel.send(_painted(paint, pipeline, desk, channel))
 
 
-def _painted(paint: Paint, pipeline: Pipeline, desk: _Desk, channel: Channel) -> Ended:
+def _painted(paint: Paint, pipeline: "Pipeline", desk: _Desk, channel: Channel) -> Ended:
     """Paint and send the pictures of one order. Returns how it ended."""
 
     def on_step(picture: int, step: int, num_steps: int) -> None:

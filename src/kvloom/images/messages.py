@@ -41,6 +41,10 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
+class Cancelled(Exception):
+    """An order was cancelled while it ran."""
+
+
 Order: TypeAlias = Paint | Cancel
 
 

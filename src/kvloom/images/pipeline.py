@@ -21,10 +21,6 @@ _SD3, _FLUX = "StableDiffusion3Pipeline", "FluxPipeline"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Cancelled(Exception):
-    """The order of this picture was cancelled."""
-
-
 def open_pipeline(setup: Setup) -> "Pipeline":
     """Load a pipeline. Reads only safetensors, runs no code of the folder, uses no network. Raises ModelError."""
     path = Path(setup.path)
