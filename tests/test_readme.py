@@ -12,10 +12,12 @@ README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"`kvloom ([a-z-]+)", README))))
-def test_each_command_has_a_help_page(command):
+def test_each_command_has_a_help_page_that_narrow_terminals_show_whole(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     result = run_cli(command, "--help")
     assert result.returncode == 0
     assert "Usage:" in result.stdout
+    assert "…" not in result.stdout
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE))))
