@@ -2,6 +2,8 @@
 
 import logging
 
+import pytest
+
 from kvloom.contract.request import Delta, FinishReason, Request
 from kvloom.engine.completed import CompletedLog, StepSize, completed_line
 
@@ -47,3 +49,17 @@ def test_the_requests_of_one_id_are_told_in_their_order(caplog):
         ["1", "3", "3", "0"],
         ["1", "2", "1", "1"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("id", "shown"),
+    [
+        ("1-76-0", "1"),
+        ("UINT64:2", "2"),
+        ("STRING:a-1-2", "a-1-2"),
+        ("chatcmpl-f0-7-1", "chatcmpl-f0"),
+        ("a:b-4-0", "a:b"),
+    ],
+)
+def test_the_first_column_is_the_id_that_the_caller_knows(id: str, shown: str):
+    assert completed_line([(id, 81, 512)], STEP, 128).startswith(f"COMPLETED REQ ID: {shown} , ")

@@ -1,11 +1,14 @@
 """The `COMPLETED REQ ID` line of the log, from which operators tune batch sizes (spec table 2-7)."""
 
 import logging
+import re
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvloom.contract.request import Delta, Request
+
+_SERIAL = re.compile(r"-\d+-\d+\Z")  # of a request and of its choice
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +49,16 @@ class CompletedLog:
             log.info("%s", completed_line(ended, step, self._block_size))
 
 
+def _shown(id: str) -> str:
+    """The id that the caller knows: without what makes it unique in the engine (server/serving/service.py), or tells
+    the Engine API's numbers from its texts.
+    """
+    kind, colon, name = id.partition(":")
+    if colon and kind in ("UINT64", "STRING"):
+        return name
+    return _SERIAL.sub("", id)
+
+
 def completed_line(ended: Sequence[tuple[str, int, int]], step: StepSize, block_size: int) -> str:
     """The line's text. Of the first request that ended: id, blocks, tokens, prompt tokens, output tokens. Of the step:
     requests in the batch, blocks in use, requests that ended.
@@ -55,7 +68,7 @@ def completed_line(ended: Sequence[tuple[str, int, int]], step: StepSize, block_
     id, num_prompt, num_output = ended[0]
     num_held = num_prompt + max(0, num_output - 1)
     columns = (
-        id,
+        _shown(id),
         -(-num_held // block_size),
         num_prompt + num_output,
         num_prompt,

@@ -12,7 +12,7 @@ from kvloom.contract.request import Delta, FinishReason, TokenLogprob
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.server.dialects.anthropic import shapes as anthropic
-from kvloom.server.dialects.anthropic.shapes import MessageWriter
+from kvloom.server.dialects.anthropic.shapes import MessageWriter, Told
 from kvloom.server.dialects.openai.shapes import chat_logprobs
 from kvloom.server.dialects.responses import shapes as responses
 from kvloom.server.dialects.responses.shapes import ResponseWriter
@@ -61,7 +61,7 @@ def deltas(count: int, reason: FinishReason, stop: str | None = None) -> list[De
 
 def message(answer: list[ChatEvent], reason: FinishReason, stop: str | None = None) -> tuple[Any, list[dict[str, Any]]]:
     output: Any = Said([event] for event in answer)
-    writer = MessageWriter("msg_1", "m", 10, output)
+    writer = MessageWriter("msg_1", "m", Told(10), output)
     frames = [writer.add(0, delta) for delta in deltas(len(answer), reason, stop)]
     return writer.message, events_of(b"".join(frames) + writer.end())
 

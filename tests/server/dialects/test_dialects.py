@@ -59,14 +59,14 @@ def test_a_batch_size_is_a_hint_that_is_checked(limited: FakeServer, route: str)
     assert statuses == {0: (422, True), 1: (200, False), 100: (200, False)}
 
 
-def test_a_greedy_answer_has_no_seed_and_a_drawn_one_is_told(server: FakeServer):
+def test_a_greedy_answer_has_no_seed_of_its_own_and_a_drawn_one_is_told(server: FakeServer):
     asked = {"max_new_tokens": 2, "details": True}
     for path in ("/generate", "/infer"):
         told = [
             server.post(path, {"inputs": "hi", "parameters": asked | more}).json()["details"]["seed"]
             for more in ({"seed": 5}, {"seed": 5, "do_sample": True}, {"do_sample": True})
         ]
-        assert told[:2] == [None, 5]
+        assert told[:2] == [5 if path == "/infer" else None, 5], "/infer tells what was sent"
         assert isinstance(told[2], int)
 
 

@@ -19,7 +19,7 @@ from kvloom.rank.fake import ByteTokenizer
 from kvloom.server.chat.request import PreparedChat
 from kvloom.server.chat.style import ChatStyle
 from kvloom.server.chat.tools import Tool, ToolChoice
-from kvloom.server.dialects.anthropic.shapes import MessageWriter
+from kvloom.server.dialects.anthropic.shapes import MessageWriter, Told
 from kvloom.server.dialects.ollama.bodies import Asked
 from kvloom.server.dialects.ollama.shapes import AnswerWriter, Heading
 from kvloom.server.dialects.openai.bodies import ChatBody, CompletionBody, StreamOptions
@@ -324,7 +324,7 @@ class Case:
 CASES = {
     "chat": Case(chat_writer, chat_frames, chat_body, 2),
     "completion": Case(text_writer, text_frames, text_body, 2),
-    "message": Case(lambda: MessageWriter("g", "m", 2, chat().output()), message_frames),
+    "message": Case(lambda: MessageWriter("g", "m", Told(2), chat().output()), message_frames),
     "response": Case(response_writer, response_frames),
     "ollama": Case(ollama_writer, ollama_frames),
     "tgi": Case(tgi_writer, tgi_frames),

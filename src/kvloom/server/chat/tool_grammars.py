@@ -111,7 +111,7 @@ def _with(schema: Any, shared: dict[str, Any]) -> Any:
 
 def _json(schema: Any, tool: Tool) -> str:
     """Raises BadRequest."""
-    return "%json " + json.dumps(inner_schema(schema, f"{tool.field}.parameters"))
+    return "%json " + json.dumps(inner_schema(schema, tool.schema_field))
 
 
 def _literal(text: str) -> str:

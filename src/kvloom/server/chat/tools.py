@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvloom.contract.errors import BadRequest
 
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}\Z")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}\Z")
 MAX_TOOLS = 128
 
 
@@ -24,6 +24,12 @@ class Tool:
     parameters: Mapping[str, Any] | None = None
     is_strict: bool = False
     field: str = "tools"
+    schema_name: str = "parameters"  # the caller's field that holds the schema
+
+    @property
+    def schema_field(self) -> str:
+        """The caller's field of the schema, for errors."""
+        return f"{self.field}.{self.schema_name}"
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -56,15 +62,17 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None, choice_field: 
     for tool in tools:
         if not _NAME.match(tool.name):
             raise BadRequest(
-                f"{tool.field}.name", f"must be 1 to 64 letters, digits, '_', '.' or '-', got {tool.name[:80]!r}"
+                f"{tool.field}.name", f"must be 1 to 128 letters, digits, '_', '.' or '-', got {tool.name[:80]!r}"
             )
         if tool.name in names:
             raise BadRequest(f"{tool.field}.name", f"{tool.name!r} is there twice")
         names.add(tool.name)
         if (tool.parameters or {}).get("type", "object") != "object":
-            raise BadRequest(f"{tool.field}.parameters.type", "must be 'object'")
+            raise BadRequest(f"{tool.schema_field}.type", "must be 'object'")
     if choice is None:
         return ToolChoice("auto" if tools else "none")
+    if not tools and choice.mode == "auto":
+        return ToolChoice("none")
     if not tools and choice.mode != "none":
         raise BadRequest(choice_field, "needs tools")
     if choice.mode == "named" and choice.name not in names:

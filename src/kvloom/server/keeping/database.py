@@ -21,6 +21,7 @@ Kind = Literal["response", "conversation"]
 Item = tuple[str, bytes]  # id, JSON
 
 _APPLICATION_ID, _VERSION = 0x6B766C6D, 2
+_MAX_NAMING = 16  # bodies that are looked through for an item
 _ROW_BYTES = 200  # approximate size of a row without its body
 _SCHEMA = """
 CREATE TABLE entries(
@@ -178,6 +179,18 @@ class Database:
             f"SELECT body, seal = {_ITEM_SEAL} FROM items WHERE owner = ? AND id = ?", (owner, id)
         ).fetchone()
         return None if found is None else _own(id, *found)
+
+    def naming(self, tenant: str, id: str) -> tuple[bytes | None, list[bytes]]:
+        """The item that was given under this id, or None; and bodies of responses that hold the id, latest first."""
+        rows = self._db.execute(
+            f"SELECT id, body, seal = {_ENTRY_SEAL} FROM entries WHERE tenant = ? AND used >= ? AND kind = 'response' "
+            f"AND instr(body, ?) ORDER BY used DESC LIMIT {_MAX_NAMING}",
+            (tenant, self._oldest(), id.encode()),
+        )
+        owners = self._db.execute("SELECT owner FROM items WHERE id = ?", (id,)).fetchall()
+        kinds: tuple[Kind, ...] = ("response", "conversation")
+        given = (self.item(tenant, kind, owner, id) for (owner,) in owners for kind in kinds)
+        return next((item for item in given if item is not None), None), [_own(*row) for row in rows]
 
     def append(self, tenant: str, conversation: str, items: Sequence[Item]) -> bool:
         """Add items to a conversation. Returns whether there was such a conversation. Raises TooLarge."""

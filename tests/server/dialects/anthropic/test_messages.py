@@ -6,8 +6,11 @@ from typing import Any
 import httpx
 import pytest
 
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.request import Delta, FinishReason, SamplingParams
 from kvloom.rank.fake import ByteTokenizer, FakeRunner, fake_answer
+from kvloom.server.chat.output import ChatOutput
+from kvloom.server.chat.reasoning import ReasoningSplitter
+from kvloom.server.dialects.anthropic.shapes import MessageWriter, Told
 from kvloom.server.serving.options import WireOptions
 from tests.support.servers import MODEL, FakeServer, fake_server
 
@@ -144,7 +147,6 @@ def test_tokens_of_a_prompt_are_counted(server: FakeServer):
     ("fields", "words"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "messages: must hold one of the user"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
@@ -159,7 +161,6 @@ def test_tokens_of_a_prompt_are_counted(server: FakeServer):
         ({"stop_sequences": ["a"] * 17}, "stop_sequences: takes up to 16"),
         ({"mcp_servers": [{}]}, "mcp_servers: is not supported"),
         ({"container": "c"}, "container: is not supported"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 20}}, "thinking: is not what this model's"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: is required"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
@@ -222,3 +223,72 @@ def test_a_model_that_fails_in_the_middle_is_an_error_event(monkeypatch: pytest.
         events = stream(server)
     assert [event["type"] for event in events][:3] == ["message_start", "ping", "content_block_start"]
     assert (events[-1]["type"], events[-1]["error"]["type"]) == ("error", "api_error")
+
+
+# -- newer clients
+
+
+ASKED = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_compute_and_keep_the_prompt(server: FakeServer, stream: bool):
+    text = f"a long prompt that is computed once {stream} " * 20
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 0, "stream": stream}
+    response = server.post("/v1/messages", body)
+    assert response.status_code == 200, response.text
+    if not stream:
+        assert (response.json()["content"], response.json()["usage"]["output_tokens"]) == ([], 0)
+    again = server.post("/v1/messages", {**body, "max_tokens": 1, "stream": False}).json()
+    assert again["usage"]["cache_read_input_tokens"] > 0
+
+
+def test_an_answer_that_the_context_ends_says_so():
+    with fake_server(max_seq_len=64) as server:
+        body = {**ASKED, "ignore_eos": True}
+        assert server.post("/v1/messages", {**body, "max_tokens": 2}).json()["stop_reason"] == "max_tokens"
+        answer = server.post("/v1/messages", {**body, "max_tokens": 1000}).json()
+        assert answer["stop_reason"] == "model_context_window_exceeded"
+
+
+@pytest.mark.parametrize(
+    "thinking",
+    [{"type": "between_tools"}, {"type": "enabled", "budget_tokens": 5}, {"type": "adaptive", "display": "omitted"}],
+)
+def test_thinking_is_asked_of_a_model_that_does_not_think(server: FakeServer, thinking: dict[str, Any]):
+    response = server.post("/v1/messages", {**ASKED, "max_tokens": 2, "thinking": thinking})
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("omits", [False, True])
+def test_thinking_is_counted_and_left_out_where_it_is_omitted(omits: bool):
+    writer = MessageWriter("m", "m", Told(2, omits_thinking=omits), ChatOutput(ReasoningSplitter(True)))
+    deltas = [
+        Delta("r", "deep", (1,)),
+        Delta("r", "</think>", (2,)),
+        Delta("r", "so", (3,), finish_reason=FinishReason.EOS),
+    ]
+    frames = b"".join(writer.add(0, delta) for delta in deltas).decode()
+    first, last = writer.message["content"]
+    assert (first["type"], first["thinking"]) == ("thinking", "" if omits else "deep")
+    assert last == {"type": "text", "text": "so"}
+    assert ("deep" in frames) is not omits
+    assert writer.message["usage"]["output_tokens_details"]["thinking_tokens"] >= 1
+
+
+def test_names_of_tools_may_have_128_letters_and_errors_name_the_input_schema(server: FakeServer):
+    tool = {"name": "a" * 128, "input_schema": {"type": "object"}}
+    assert server.post("/v1/messages", {**ASKED, "max_tokens": 1, "tools": [tool]}).status_code == 200
+    tool["name"] += "a"
+    refused = server.post("/v1/messages", {**ASKED, "max_tokens": 1, "tools": [tool]})
+    assert "tools[0].name: must be 1 to 128 letters" in refused.text
+    wrong = {"name": "a", "input_schema": {"type": "object", "properties": {"a": {"type": "nothing"}}}}
+    refused = server.post("/v1/messages", {**ASKED, "max_tokens": 1, "tools": [wrong], "tool_choice": {"type": "any"}})
+    assert "tools[0].input_schema" in refused.text
+
+
+def test_the_request_id_is_where_the_clients_look_for_it(server: FakeServer):
+    for body in ({**ASKED, "max_tokens": 1}, {}):
+        headers = server.post("/v1/messages", body).headers
+        assert headers["request-id"] == headers["x-request-id"]
+    assert "request-id" not in server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).headers

@@ -125,7 +125,7 @@ def test_a_model_that_is_not_there_is_not_found():
     with fake_server(options=WireOptions(validates_model=True)) as server:
         for path, body in (("/api/chat", {"messages": HELLO}), ("/api/embed", {"input": "a"}), ("/api/show", {})):
             text = error(server, path, {**body, "model": "other:7b"}, 404)
-            assert text == f"model 'other:7b' not found; this server has {MODEL}"
+            assert text == "model 'other:7b' not found"
 
 
 def test_a_model_is_told_of_by_its_files(smollm2_path: Path):
@@ -184,3 +184,19 @@ def test_a_text_that_is_too_long_to_embed_loses_its_end(server: FakeServer):
     fitting = server.post("/api/embed", {"model": MODEL, "input": "a" * 2048}).json()
     assert long["embeddings"] == fitting["embeddings"]
     assert long["prompt_eval_count"] == 2048
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/chat", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/api/chat", {}),
+        ("/api/generate", {"prompt": "hi"}),
+        ("/api/embed", {"input": "hi"}),
+        ("/api/embeddings", {"prompt": "hi"}),
+        ("/api/show", {}),
+    ],
+)
+def test_the_default_model_answers_for_no_other(server: FakeServer, path: str, body: dict[str, Any]):
+    refused = server.post(path, {"model": "llama9:1b", **body})
+    assert (refused.status_code, refused.json()) == (404, {"error": "model 'llama9:1b' not found"})

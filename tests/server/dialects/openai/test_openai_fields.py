@@ -3,9 +3,12 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvloom.rank.fake import ByteTokenizer
+from kvloom.server.dialects.openai.bodies import ChatBody
+from kvloom.server.dialects.openai.messages import Message, conversation_of
 from tests.support.servers import FakeServer, fake_server
 
 
@@ -119,3 +122,68 @@ def test_token_ids_come_with_a_chat_where_they_are_wanted(server: FakeServer):
     assert [event.get("prompt_token_ids") for event in events] == [prompt, *[None] * (len(events) - 1)]
     ids = [id for event in events for id in event["choices"][0].get("token_ids", ())]
     assert ids == choice["token_ids"]
+
+
+# -- what clients send that means nothing, or the usual
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [], "tool_choice": "auto"},
+        {"top_logprobs": 0},
+        {"generation_config": '{"do_sample": false, "eos_token_id": 2, "max_length": null}'},
+    ],
+)
+def test_fields_that_ask_for_nothing_are_as_absent(server: FakeServer, fields: dict[str, Any]):
+    body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 5}
+    response = server.post("/v1/chat/completions", {**body, **fields})
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"] == server.post("/v1/chat/completions", body).json()["choices"]
+
+
+@pytest.mark.parametrize("role", [{}, {"role": None}])
+def test_a_message_without_a_role_is_the_users(server: FakeServer, role: dict[str, Any]):
+    told = [
+        server.post(
+            "/v1/chat/completions", {"messages": [{"content": "hi", **given}], "temperature": 0, "max_tokens": 5}
+        )
+        for given in (role, {"role": "user"})
+    ]
+    assert told[0].status_code == 200, told[0].text
+    assert told[0].json()["choices"] == told[1].json()["choices"]
+
+
+@pytest.mark.parametrize(
+    ("call", "same"),
+    [
+        ({"tool_calls": []}, {}),
+        (
+            {"tool_calls": [{"id": "a", "type": "", "function": {"name": "f", "arguments": None}}]},
+            {"tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+        ),
+    ],
+)
+def test_calls_of_a_history_may_be_none_or_empty(call: dict[str, Any], same: dict[str, Any]):
+    read = [
+        conversation_of([msgspec.convert({"role": "assistant", "content": "x", **given}, Message)])
+        for given in (call, same)
+    ]
+    assert read[0] == read[1]
+
+
+def test_transformers_chat_finds_its_model_and_gives_its_limits(server: FakeServer):
+    told = server.post("/load_model", {"model": "mock"})
+    assert told.headers["content-type"].startswith("text/event-stream")
+    assert told.text == 'data: {"status":"ready","cached":true,"model":"mock"}\n\n'
+    body = {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
+    config = json.dumps({"max_new_tokens": 3, "do_sample": False, "temperature": 1.5})
+    answer = server.post("/v1/chat/completions", {**body, "generation_config": config}).json()
+    assert answer["usage"]["completion_tokens"] == 3
+    assert ChatBody(messages=[], generation_config=config).params(None).temperature == 0
+    own = server.post("/v1/chat/completions", {**body, "generation_config": config, "max_tokens": 4}).json()
+    assert own["usage"]["completion_tokens"] == 4
+    for text, field in (("{", "generation_config"), ('{"top_p": 2}', "generation_config.top_p")):
+        assert (
+            server.post("/v1/chat/completions", {**body, "generation_config": text}).json()["error"]["param"] == field
+        )

@@ -147,3 +147,13 @@ def test_tokens_outside_the_vocabulary_cannot_be_named():
     request = Request("r", (1,), SamplingParams(max_tokens=1, logprobs=0, logprob_ids=(300,)))
     with pytest.raises(BadRequest, match="logprob_ids: token id 300 is outside the vocabulary of 256"):
         check_request(request, 64, 256)
+
+
+def test_coheres_route_tells_its_meta(server: FakeServer):
+    body = {"query": "a", "documents": ["b", "c"]}
+    told = server.post("/v2/rerank", body).json()
+    assert told["meta"] == {
+        "api_version": {"version": "2"},
+        "tokens": {"input_tokens": told["usage"]["prompt_tokens"], "output_tokens": 0},
+    }
+    assert "meta" not in server.post("/v1/rerank", body).json()

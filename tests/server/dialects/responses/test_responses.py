@@ -223,14 +223,13 @@ def test_a_call_goes_with_its_result_or_not_at_all(server: FakeServer):
         ({"truncation": "middle"}, "truncation"),
         ({"service_tier": "gold"}, "service_tier"),
         ({"max_tool_calls": 0}, "max_tool_calls"),
-        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"include": ["everything"]}, "include[0]"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"text": {"verbosity": "none"}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "strange"}}}}, "text.format.schema"),
         ({"input": []}, "input"),
         ({"input": [{"type": "reasoning"}]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
         ({"input": [{"content": "hi"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -268,3 +267,32 @@ def test_a_model_that_fails_in_the_middle_is_a_failed_response(monkeypatch: pyte
     assert events[-1]["response"]["status"] == "failed"
     assert events[-1]["response"]["error"]["code"] == "server_error"
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+def test_an_item_cannot_be_named_where_nothing_is_kept(server: FakeServer):
+    error = server.post("/v1/responses", {"input": [{"type": "item_reference", "id": "msg_1"}]}).json()["error"]
+    assert error["param"] == "input[0].id"
+    assert "'msg_1'" in error["message"]
+    assert "store: false" in error["message"]
+
+
+def test_the_tokens_of_an_input_are_counted(server: FakeServer):
+    body = {"input": "hello", "instructions": "Be brief."}
+    told = server.post("/v1/responses/input_tokens", body).json()
+    num_tokens = server.post("/v1/responses", {**body, "max_output_tokens": 1}).json()["usage"]["input_tokens"]
+    assert told == {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+
+def test_compacting_is_refused_by_name(server: FakeServer):
+    refused = server.post("/v1/responses/compact", {"input": "hello"})
+    assert (refused.status_code, "compact is not here" in refused.text) == (404, True)
+
+
+def test_includes_of_tools_that_run_elsewhere_have_no_effect(server: FakeServer):
+    include = ["web_search_call.action.sources", "file_search_call.results", "code_interpreter_call.outputs"]
+    assert (
+        server.post("/v1/responses", {"input": "hello", "max_output_tokens": 1, "include": include}).status_code == 200
+    )
+    assert (
+        server.post("/v1/responses", {"input": "hello", "max_output_tokens": 1, "top_logprobs": 0}).status_code == 200
+    )

@@ -32,16 +32,18 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """adaptive: as the model itself decides."""
+    """adaptive, between_tools: as the model itself decides. `display`: "omitted" shows no text of it. A model that
+    does not think is asked in vain."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    display: str | None = None
     budget_tokens: Annotated[int, Meta(ge=0)] | None = None  # with reasoning enabled: tokens after which it is ended
 
     def values(self) -> dict[str, Any]:
         """For the chat template. Raises BadRequest."""
         if self.type == "enabled" and self.budget_tokens is None:
             raise BadRequest("thinking.budget_tokens", "is required")
-        return {} if self.type == "adaptive" else {"enable_thinking": self.type == "enabled"}
+        return {"enable_thinking": self.type == "enabled"} if self.type in ("enabled", "disabled") else {}
 
 
 class ToolBody(msgspec.Struct, kw_only=True):
@@ -57,7 +59,7 @@ class ToolBody(msgspec.Struct, kw_only=True):
             raise BadRequest(f"{field}.type", f"must be 'custom'; {self.type!r} is not supported")
         if (self.input_schema or {}).get("type", "object") != "object":
             raise BadRequest(f"{field}.input_schema.type", "must be 'object'")
-        return Tool(self.name, self.description or "", self.input_schema, bool(self.strict), field)
+        return Tool(self.name, self.description or "", self.input_schema, bool(self.strict), field, "input_schema")
 
 
 class Choice(msgspec.Struct, kw_only=True):
@@ -101,8 +103,6 @@ class CountBody(Constraints, kw_only=True):
         if not turns:
             raise BadRequest("messages", "must hold one of the user")
         chat = prepare(service, replace(self._chat(turns), is_counted=is_counted), params)
-        if self.thinking is not None and self.thinking.type == "enabled" and not chat.style.is_thinking:
-            raise BadRequest("thinking", "is not what this model's chat template knows")
         if not begun:
             return chat
         if chat.is_thinking:
@@ -132,9 +132,9 @@ class CountBody(Constraints, kw_only=True):
 
 
 class MessagesBody(CountBody, kw_only=True):
-    """`metadata` and `service_tier` have no effect."""
+    """`metadata` and `service_tier` have no effect. `max_tokens` 0: the prompt is computed and cached, no answer."""
 
-    max_tokens: Annotated[int, Meta(ge=1)]
+    max_tokens: Annotated[int, Meta(ge=0)]
     stop_sequences: list[str] | None = None
     stream: bool | None = False
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -155,7 +155,7 @@ class MessagesBody(CountBody, kw_only=True):
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=self.top_k or 0,
-            max_tokens=self.max_tokens,
+            max_tokens=max(1, self.max_tokens),  # without a token wanted no prompt would be computed
             stop=tuple(stops),
             seed=self.seed,
             ignore_eos=bool(self.ignore_eos),

@@ -6,7 +6,7 @@ from kvloom.contract.errors import ServingError
 from kvloom.contract.request import SamplingParams
 from kvloom.server.dialects.advised import advised
 from kvloom.server.dialects.anthropic.bodies import CountBody, MessagesBody
-from kvloom.server.dialects.anthropic.shapes import MessageWriter
+from kvloom.server.dialects.anthropic.shapes import MessageWriter, Told
 from kvloom.server.dialects.ids import new_id
 from kvloom.server.errors import ErrorReply, anthropic_reply
 from kvloom.server.http.body import decode_body
@@ -44,7 +44,13 @@ class Messages:
             id, (chat.prompt_ids,), chat.params, priority=body.priority or 0, tenant=request.tenant, sight=chat.sight
         )
         service.check(generation, "messages")
-        writer = MessageWriter(id, service.name, len(chat.prompt_ids), chat.output())
+        told = Told(
+            len(chat.prompt_ids),
+            min(body.max_tokens, service.max_output_tokens),
+            omits_thinking=body.thinking is not None and body.thinking.display == "omitted",
+            is_empty=not body.max_tokens,
+        )
+        writer = MessageWriter(id, service.name, told, chat.output())
         return Job(service, generation, writer, bool(body.stream))
 
     def count(self, request: HttpRequest) -> Reply:

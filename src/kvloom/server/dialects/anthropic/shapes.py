@@ -1,6 +1,7 @@
 """Answers of Anthropic's /v1/messages: the message, and the events that build it."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -28,6 +29,16 @@ _STOP_REASONS = {
 Event = tuple[str, Json]  # name and data
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a message says of its request. `max_tokens`: a shorter answer that was cut filled the context."""
+
+    num_prompt: int
+    max_tokens: int = 0
+    omits_thinking: bool = False
+    is_empty: bool = False  # the prompt alone was wanted
+
+
 class MessageWriter:
     """Builds a message from what is generated, and says so in events; a whole answer is the message that they build.
 
@@ -35,7 +46,7 @@ class MessageWriter:
     one as they are made, for they show the message as it is by then.
     """
 
-    def __init__(self, id: str, model: str, num_prompt: int, output: ChatOutput) -> None:
+    def __init__(self, id: str, model: str, told: Told, output: ChatOutput) -> None:
         self.message: Json = {
             "id": id,
             "type": "message",
@@ -45,7 +56,7 @@ class MessageWriter:
             "stop_reason": None,
             "stop_sequence": None,
         }
-        self._output, self._num_prompt = output, num_prompt
+        self._output, self._told = output, told
         self._num_output = self._num_cached = 0
         self._arguments = ""  # JSON text of the open tool_use
         self._has_begun = False
@@ -67,6 +78,13 @@ class MessageWriter:
         return Reply(_encode(self.message))
 
     def _events(self, delta: Delta) -> Iterator[Event]:
+        if self._told.is_empty:
+            is_last = delta.finish_reason is not None
+            delta = Delta(
+                delta.request_id,
+                finish_reason=FinishReason.LENGTH if is_last else None,
+                num_cached_tokens=delta.num_cached_tokens,
+            )
         self._num_output += len(delta.token_ids)
         self._num_cached = max(self._num_cached, delta.num_cached_tokens)
         if not self._has_begun:
@@ -87,8 +105,9 @@ class MessageWriter:
                 yield self._delta(type="text_delta", text=text)
             case ReasoningDelta(text):
                 yield from self._open({"type": "thinking", "thinking": "", "signature": ""})
-                self._block["thinking"] += text
-                yield self._delta(type="thinking_delta", thinking=text)
+                if not self._told.omits_thinking:
+                    self._block["thinking"] += text
+                    yield self._delta(type="thinking_delta", thinking=text)
             case ToolCallStart(_, name):
                 id = f"toolu_{new_id()}"
                 yield from self._open({"type": "tool_use", "id": id, "name": name, "input": {}}, is_new=True)
@@ -99,8 +118,11 @@ class MessageWriter:
     def _end(self, reason: FinishReason, stop: str | int | None) -> Iterator[Event]:
         """`stop`: the stop sequence that ended it. A call was the aim of an answer that was not cut."""
         has_calls = any(block["type"] == "tool_use" for block in self.message["content"])
+        name = "tool_use" if has_calls and reason is FinishReason.EOS else _STOP_REASONS[reason]
+        if reason is FinishReason.LENGTH and self._num_output < self._told.max_tokens:
+            name = "model_context_window_exceeded"
         said = {
-            "stop_reason": "tool_use" if has_calls and reason is FinishReason.EOS else _STOP_REASONS[reason],
+            "stop_reason": name,
             "stop_sequence": stop if isinstance(stop, str) else None,
         }
         yield from self._close()
@@ -142,9 +164,11 @@ class MessageWriter:
 
     def _usage(self) -> Json:
         """Anthropic counts cached tokens beside the others, not among them."""
+        num_thinking = self._output.num_reasoning_tokens
         return {
-            "input_tokens": self._num_prompt - self._num_cached,
+            "input_tokens": self._told.num_prompt - self._num_cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": self._num_cached,
             "output_tokens": self._num_output,
+            **({"output_tokens_details": {"thinking_tokens": num_thinking}} if num_thinking else {}),
         }

@@ -120,7 +120,7 @@ class Ollama:
     def _parsed(
         self, body: OllamaChat | OllamaGenerate, heading: Heading, field: str, request: HttpRequest
     ) -> Job | _Load:
-        service = self._choose(body.model)
+        service = self._find(body.model)
         unloads = body.unloads
         if body.loads:
             return _Load(service, heading.empty(request.time_s, "unload" if unloads else "load"))
@@ -144,7 +144,7 @@ class Ollama:
     def texts(self, request: HttpRequest) -> Job | Reply:
         """Vectors of length 1. Raises BadRequest, NotFound."""
         body = decode_body(_embed_decoder, request.body)
-        service = self._choose(body.model)
+        service = self._find(body.model)
         check_embeds(service, body.dimensions)
         texts = ([body.input] if isinstance(body.input, str) else body.input) if body.input else []
         prompts = _prompts(service, texts, "input", body.truncate is not False)
@@ -154,7 +154,7 @@ class Ollama:
     def text(self, request: HttpRequest) -> Job | Reply:
         """The model's vector, not normalised. Raises BadRequest, NotFound."""
         body = decode_body(_older_decoder, request.body)
-        service = self._choose(body.model)
+        service = self._find(body.model)
         check_embeds(service, None)
         prompts = _prompts(service, [body.prompt] if body.prompt else [], "prompt", is_cut=True)
         return _embed(service, _OlderEmbedWriter(_embedding(service, prompts, request)), Timing())
@@ -184,28 +184,15 @@ class Ollama:
         """Raises NotFound."""
         return Reply(msgspec.json.encode(await self._table.show(self._find(name))))
 
-    def _choose(self, name: str) -> GenerationService:
-        """The model that a request names, `:latest` or not. Raises NotFound."""
-        try:
-            return self._models.choose(self._known(name))
-        except NotFound:
-            raise self._not_found(name) from None
-
     def _find(self, name: str) -> GenerationService:
-        """As _choose; the default model never answers for another. Raises NotFound."""
-        try:
-            return self._models.get(self._known(name))
-        except NotFound:
-            raise self._not_found(name) from None
-
-    def _known(self, name: str) -> str:
+        """The model that a request names, `:latest` or not; the default model answers for no other. Raises NotFound,
+        in Ollama's words.
+        """
         names = {service.name for service in self._models.served}
-        return name if name in names else name.removesuffix(LATEST)
-
-    def _not_found(self, name: str) -> NotFound:
-        """In the words that clients look for."""
-        names = ", ".join(service.name for service in self._models.served)
-        return NotFound(f"model '{name}' not found; this server has {names}")
+        try:
+            return self._models.get(name if name in names else name.removesuffix(LATEST))
+        except NotFound:
+            raise NotFound(f"model '{name}' not found") from None
 
 
 def _prompts(service: GenerationService, texts: list[str], field: str, is_cut: bool) -> tuple[tuple[int, ...], ...]:

@@ -15,6 +15,7 @@ from kvloom.contract.numbers import whole
 from kvloom.contract.request import SamplingParams
 from kvloom.server.chat.request import ChatRequest
 from kvloom.server.dialects.constraints import Constraints
+from kvloom.server.dialects.openai.generation_config import read_generation_config
 from kvloom.server.dialects.openai.kv_transfer import KvTransferParams
 from kvloom.server.dialects.openai.messages import Message, conversation_of
 from kvloom.server.dialects.openai.tools import NamedChoice, ToolBody, read_tools
@@ -150,10 +151,15 @@ class ChatBody(SamplingBody, kw_only=True):
     function_call: Any = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+    generation_config: str | None = None  # JSON text of transformers' chat; the body's own fields come first
     thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None  # vLLM's name: then the reasoning is ended
 
     def params(self, default_max_tokens: int | None) -> SamplingParams:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.generation_config:
+            for name, value in read_generation_config(self.generation_config).values().items():
+                if getattr(self, name) is None:
+                    setattr(self, name, value)
+        if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs", "needs logprobs: true")
         if self.max_tokens == 0:
             raise BadRequest("max_tokens", "must be at least 1")

@@ -48,8 +48,9 @@ class Said(msgspec.Struct, omit_defaults=True):
 
 
 class Message(Said, omit_defaults=True):
-    """A message in OpenAI's form."""
+    """A message in OpenAI's form. Without a role it is the user's (spec 3.3.2.3.3)."""
 
+    role: str | None = None  # type: ignore[assignment]
     content: str | list[Part] | None = None
     function_call: Any = None  # the older form of tool_calls
 
@@ -61,7 +62,10 @@ def conversation_of(messages: Sequence[Said]) -> list[dict[str, Any]]:
     found = []
     for i, message in enumerate(messages):
         plain = msgspec.to_builtins(msgspec.structs.replace(message, content=None))
+        plain |= {"role": message.role or "user"}
         plain.pop("refusal", None)
+        if not message.tool_calls:
+            plain.pop("tool_calls", None)
         if plain.pop("function_call", None) is not None:
             raise BadRequest(f"messages[{i}].function_call", "is not supported; give tool_calls")
         plain["content"] = _content_of(message, f"messages[{i}].content")

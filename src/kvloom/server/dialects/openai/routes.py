@@ -13,6 +13,7 @@ from kvloom.server.dialects.openai.bodies import ChatBody, CompletionBody
 from kvloom.server.dialects.openai.model_cards import models_reply
 from kvloom.server.dialects.openai.writers import ChatWriter, TextWriter
 from kvloom.server.errors import ErrorReply, openai_reply
+from kvloom.server.http import sse
 from kvloom.server.http.body import decode_body
 from kvloom.server.http.job import Job
 from kvloom.server.http.reply import Endpoint, HttpRequest, Reply, job_route
@@ -25,6 +26,13 @@ _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 
 
+class LoadBody(msgspec.Struct):
+    model: str | None = None
+
+
+_load_decoder = msgspec.json.Decoder(LoadBody)
+
+
 class OpenAI:
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -34,6 +42,14 @@ class OpenAI:
         return (
             job_route("/v1/chat/completions", self.chat, "Chat", ChatBody),
             job_route("/v1/completions", self.completion, "Text", CompletionBody),
+            Endpoint(
+                "POST",
+                "/load_model",
+                None,
+                "transformers chat: whether a model is loaded",
+                (LoadBody,),
+                parse=self.load,
+            ),
             Endpoint("GET", "/v1/models", self.models, "The served models"),
             Endpoint("GET", "/v1/models/{name:path}", self.models, "One model"),
         )
@@ -44,6 +60,12 @@ class OpenAI:
     async def models(self, request: HttpRequest) -> Reply:
         """GET /v1/models and /v1/models/NAME. Raises NotFound."""
         return models_reply(self._models, request, int(self._models.started_s))
+
+    def load(self, request: HttpRequest) -> Reply:
+        """POST /load_model: every model is loaded, which the one event says. Raises BadRequest, NotFound."""
+        service = self._models.choose(decode_body(_load_decoder, request.body).model)
+        told = {"status": "ready", "cached": True, "model": service.name}
+        return Reply(sse.event(msgspec.json.encode(told)), media_type=sse.MEDIA_TYPE)
 
     def chat(self, request: HttpRequest) -> Job:
         """POST /v1/chat/completions. Raises BadRequest, NotFound."""

@@ -46,8 +46,14 @@ class NamedChoice(msgspec.Struct, kw_only=True):
 
 
 class CallFunction(msgspec.Struct, kw_only=True):
+    """`arguments`: None = none."""
+
     name: str
-    arguments: str | dict[str, Any]
+    arguments: str | dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.arguments is None:
+            self.arguments = "{}"
 
 
 class CallBody(msgspec.Struct, kw_only=True):
@@ -55,7 +61,10 @@ class CallBody(msgspec.Struct, kw_only=True):
 
     function: CallFunction
     id: str = ""
-    type: Literal["function"] = "function"
+    type: Literal["function", ""] | None = "function"
+
+    def __post_init__(self) -> None:
+        self.type = "function"
 
 
 def read_tools(

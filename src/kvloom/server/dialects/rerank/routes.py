@@ -105,7 +105,8 @@ class Rerank:
         pairs = [Pair(body.query, text) for text in texts]
         generation = judgement(service, pairs, order, body.instruction)
         is_told = has_documents if body.return_documents is None else body.return_documents
-        writer = _RerankWriter(generation, service, body.top_n or len(texts), texts if is_told else None)
+        kind = _RerankWriter if has_documents else _CoheresWriter
+        writer = kind(generation, service, body.top_n or len(texts), texts if is_told else None)
         return Job(service, generation, writer)
 
     def score(self, request: HttpRequest) -> Job:
@@ -148,11 +149,22 @@ class _RerankWriter(_Scores):
         scores = self._found
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: self._num_results]
         results = [self._result(index, scores[index]) for index in best]
-        return counted_reply({"id": self.generation.id, "model": self._model, "results": results}, self.generation)
+        about = {"id": self.generation.id, "model": self._model, **self._meta()}
+        return counted_reply({**about, "results": results}, self.generation)
+
+    def _meta(self) -> dict[str, Any]:
+        return {}
 
     def _result(self, index: int, score: float) -> dict[str, Any]:
         told = {} if self._texts is None else {"document": {"text": self._texts[index]}}
         return {"index": index, **told, "relevance_score": score}
+
+
+class _CoheresWriter(_RerankWriter):
+    def _meta(self) -> dict[str, Any]:
+        """What Cohere's clients read beside the results."""
+        tokens = {"input_tokens": self.generation.num_prompt_tokens, "output_tokens": 0}
+        return {"meta": {"api_version": {"version": "2"}, "tokens": tokens}}
 
 
 class _ScoreWriter(_Scores):

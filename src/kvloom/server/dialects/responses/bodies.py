@@ -20,11 +20,15 @@ from kvloom.server.chat.tools import Tool, ToolChoice, allowed, check_tools
 from kvloom.server.dialects.constraints import Constraints
 from kvloom.server.dialects.openai.bodies import Penalty, SamplingBody, TokenId, effort_values
 from kvloom.server.dialects.openai.messages import Said, conversation_of
-from kvloom.server.dialects.responses.input import InputItem, messages_of
+from kvloom.server.dialects.responses.input import REFERENCE, InputItem, messages_of
 
 LOGPROBS = "message.output_text.logprobs"
-# the latter has no effect: reasoning is always shown as generated
-_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")
+# the others have no effect: reasoning is always shown as generated, and no tool runs here
+_INCLUDES = (
+    *(LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url"),
+    *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+    *("computer_call_output.output.image_url", "code_interpreter_call.outputs"),
+)
 _SHARED = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("seed", "stop", "stop_token_ids", "ignore_eos"),
@@ -163,8 +167,14 @@ class ResponsesBody(Constraints, kw_only=True):
         for index, name in enumerate(self.include or ()):
             if name not in _INCLUDES:
                 raise BadRequest(f"include[{index}]", f"{name!r} is not supported")
-        if self.top_logprobs is not None and not self.wants_logprobs:
+        if self.top_logprobs and not self.wants_logprobs:
             raise BadRequest("top_logprobs", f"needs include: [{LOGPROBS!r}]")
+
+    def put_referred(self, items: Sequence[InputItem]) -> None:
+        """Put the items in place that the input only names, in their order."""
+        found = iter(items)
+        if not isinstance(self.input, str):
+            self.input = [next(found) if item.type == REFERENCE else item for item in self.input]
 
     def params(self, default_max_tokens: int | None) -> SamplingParams:
         """Raises BadRequest naming the field."""

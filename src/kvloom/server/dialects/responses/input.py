@@ -10,6 +10,7 @@ from kvloom.server.dialects.openai.messages import Part, Said
 from kvloom.server.dialects.openai.tools import CallBody, CallFunction
 from kvloom.server.serving.vision.sources import ImageSource
 
+REFERENCE = "item_reference"
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 
 
@@ -17,6 +18,7 @@ class InputItem(msgspec.Struct, kw_only=True):
     """A message, something that an earlier response put out, or the result of a call."""
 
     type: str | None = None
+    id: str | None = None  # of an item_reference
     role: str | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None
@@ -47,6 +49,14 @@ def messages_of(items: Sequence[InputItem], field: str = "input", num_past: int 
                 continue
         messages.append(message)
     return messages
+
+
+def references_of(given: str | Sequence[InputItem], field: str = "input") -> tuple[tuple[str, str], ...]:
+    """The field and id of each item that is only named. Raises BadRequest."""
+    if isinstance(given, str):
+        return ()
+    named = [(f"{field}[{index}].id", item.id) for index, item in enumerate(given) if item.type == REFERENCE]
+    return tuple((at, _required(id, at)) for at, id in named)
 
 
 def _message_of(item: InputItem, field: str, names: dict[str, str]) -> Said:

@@ -8,7 +8,7 @@ import msgspec
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.numbers import whole
 from kvloom.server.dialects.ids import new_id
-from kvloom.server.dialects.responses.input import InputItem
+from kvloom.server.dialects.responses.input import REFERENCE, InputItem
 from kvloom.server.errors import NoRoute
 from kvloom.server.http.reply import Reply
 from kvloom.server.keeping.database import Item, Page
@@ -33,6 +33,14 @@ def kept_items(given: str | Sequence[Json]) -> list[Item]:
 
 def kept_item(item: Json) -> Item:
     return item["id"], _encode(item)
+
+
+def in_place(given: str | list[Json], referred: Sequence[bytes]) -> str | list[Json]:
+    """Items as given, with those in place that are only named."""
+    found = iter(referred)
+    if isinstance(given, str):
+        return given
+    return [msgspec.json.decode(next(found), type=Json) if item.get("type") == REFERENCE else item for item in given]
 
 
 def read_item(data: bytes) -> InputItem:

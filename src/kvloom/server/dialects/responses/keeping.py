@@ -1,6 +1,7 @@
 """Loads what a response continues, and stores it at its end: between /v1/responses and its store."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,7 +9,8 @@ import msgspec
 
 from kvloom.contract.errors import BadRequest, ServingError
 from kvloom.server.dialects.responses.bodies import ResponsesBody
-from kvloom.server.dialects.responses.items import HOW, kept_item
+from kvloom.server.dialects.responses.input import references_of
+from kvloom.server.dialects.responses.items import HOW, kept_item, read_item
 from kvloom.server.dialects.responses.shapes import ResponseWriter
 from kvloom.server.http.job import Job
 from kvloom.server.keeping.database import Database, Entry, Item, TooLarge
@@ -104,24 +106,67 @@ class Run:
 
 
 class Origin(NamedTuple):
-    """What a response goes on from: the id of a response, or else of a conversation. `may_cut`: without the oldest."""
+    """What a response goes on from: the id of a response, or else of a conversation. `may_cut`: without the oldest.
+    `references`: the input's item_references, their fields and ids.
+    """
 
     previous: str | None
     conversation: str
     may_cut: bool
+    references: tuple[tuple[str, str], ...] = ()
+
+
+class Found(NamedTuple):
+    """What the store had, in the order of an Origin: the items before a response's own, and those referred to."""
+
+    past: Sequence[bytes]
+    referred: Sequence[bytes]
 
 
 def origin_of(body: ResponsesBody) -> Origin | None:
     """Raises BadRequest."""
-    if body.previous_response_id is None and body.conversation is None:
+    references = references_of(body.input)
+    if body.previous_response_id is None and body.conversation is None and not references:
         return None
     if body.previous_response_id is not None and body.conversation is not None:
         raise BadRequest("previous_response_id", "and conversation are both given; give one")
-    return Origin(body.previous_response_id, body.conversation_id, body.truncation == "auto")
+    return Origin(body.previous_response_id, body.conversation_id, body.truncation == "auto", references)
 
 
-async def past_items(store: ResponseStore | None, tenant: str, origin: Origin) -> list[bytes]:
-    """The items before a response's own as they are kept, oldest first. Raises BadRequest, StoreFailed."""
+def found_of(origin: Origin | None, items: Sequence[bytes]) -> Found:
+    """`items`: what kept_of returned."""
+    num_past = len(items) - (0 if origin is None else len(origin.references))
+    return Found(items[:num_past], items[num_past:])
+
+
+async def kept_of(store: ResponseStore | None, tenant: str, origin: Origin) -> list[bytes]:
+    """The items before a response's own as they are kept, oldest first; then those that it refers to. Raises
+    BadRequest, StoreFailed.
+    """
+    if store is None and origin.references:
+        field, id = origin.references[0]
+        problem = (
+            f"refers to the item {id!r}, but this server keeps none: give the item itself, as clients do with "
+            "`store: false`, or start the server with --response-store FILE"
+        )
+        raise BadRequest(field, problem)
+    is_alone = origin.previous is None and not origin.conversation
+    past = [] if is_alone else await _past_items(store, tenant, origin)
+    return [*past, *[await _referred(store, tenant, *each) for each in origin.references if store is not None]]
+
+
+async def _referred(store: ResponseStore, tenant: str, field: str, id: str) -> bytes:
+    given, bodies = await store.do(Database.naming, tenant, id)
+    if given is not None:
+        return given
+    for body in bodies:
+        for item in map(bytes, _output_decoder.decode(body).output):
+            if read_item(item).id == id:
+                return item
+    raise BadRequest(field, f"Item with id {id!r} not found.")
+
+
+async def _past_items(store: ResponseStore | None, tenant: str, origin: Origin) -> list[bytes]:
     field = "conversation" if origin.previous is None else "previous_response_id"
     if store is None:
         raise BadRequest(field, HOW)

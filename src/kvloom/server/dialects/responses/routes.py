@@ -1,20 +1,22 @@
 """OpenAI's /v1/responses over the same chat, whole or as its sequence of events; kept where the server has a store."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvloom.contract.errors import BadRequest, ServingError
+from kvloom.contract.request import SamplingParams
 from kvloom.server.chat.fit import prepare_fitting
 from kvloom.server.chat.request import prepare
 from kvloom.server.dialects.advised import advised
 from kvloom.server.dialects.ids import new_id
 from kvloom.server.dialects.responses.bodies import ResponsesBody
-from kvloom.server.dialects.responses.items import HOW, NotKept, kept_items, list_reply, page_of, read_item
-from kvloom.server.dialects.responses.keeping import Keeping, Origin, Run, ToKeep, origin_of, past_items
+from kvloom.server.dialects.responses.items import HOW, NotKept, in_place, kept_items, list_reply, page_of, read_item
+from kvloom.server.dialects.responses.keeping import Keeping, Origin, Run, ToKeep, found_of, kept_of, origin_of
 from kvloom.server.dialects.responses.shapes import ResponseWriter, response_object
-from kvloom.server.errors import ErrorReply, openai_reply
+from kvloom.server.errors import ErrorReply, NoRoute, openai_reply
 from kvloom.server.http.body import decode_body
 from kvloom.server.http.job import Job, answer
 from kvloom.server.http.reply import Endpoint, Fetch, HttpRequest, Reply, job_route
@@ -54,6 +56,12 @@ class Responses:
         one = f"{PATH}/{{id}}"
         return (
             replace(job_route(PATH, self.parse, "Responses", ResponsesBody), fetch=self.fetch, answer=self.respond),
+            Endpoint(
+                *("POST", f"{PATH}/input_tokens", None, "Tokens of a response's prompt", (ResponsesBody,)),
+                parse=self.count,
+                fetch=self.fetch,
+            ),
+            Endpoint("POST", f"{PATH}/compact", _refuse_compact, "OpenAI: refused"),
             Endpoint("GET", one, self.retrieve, "A response that is kept, or runs"),
             Endpoint("DELETE", one, self.delete, "A kept response deleted"),
             Endpoint("POST", f"{one}/cancel", self.cancel, "End a running response"),
@@ -71,7 +79,9 @@ class Responses:
         origin = origin_of(body)
         if origin is not None and request.more is None:
             return Fetch(origin)
-        past = [read_item(item) for item in request.more or ()]
+        found = found_of(origin, request.more or ())
+        past = [read_item(item) for item in found.past]
+        body.put_referred([read_item(item) for item in found.referred])
         service = self._models.choose(body.model)
         body.check()
         params = advised(body.params(self._models.options.default_max_tokens), body, service)
@@ -85,22 +95,35 @@ class Responses:
             id, (chat.prompt_ids,), chat.params, priority=priority, tenant=request.tenant, sight=chat.sight
         )
         service.check(generation, "input")
-        what = self._to_keep(body, request.body)
+        what = self._to_keep(body, request.body, found.referred)
         is_kept = what is not None and what.is_kept
         response = response_object(id, int(request.time_s), service.name, body, is_kept)
         writer = ResponseWriter(response, service, len(chat.prompt_ids), chat.output())
         return _Parsed(Job(service, generation, writer, bool(body.stream)), writer, what)
 
-    def _to_keep(self, body: ResponsesBody, data: bytes | bytearray) -> ToKeep | None:
+    def count(self, request: HttpRequest) -> Reply | Fetch:
+        """Raises BadRequest, NotFound."""
+        body = decode_body(_decoder, request.body)
+        origin = origin_of(body)
+        if origin is not None and request.more is None:
+            return Fetch(origin)
+        found = found_of(origin, request.more or ())
+        body.put_referred([read_item(item) for item in found.referred])
+        chat = body.chat([read_item(item) for item in found.past])
+        service = self._models.choose(body.model)
+        ids = prepare(service, replace(chat, is_counted=True), SamplingParams()).prompt_ids
+        return Reply(msgspec.json.encode({"object": "response.input_tokens", "input_tokens": len(ids)}))
+
+    def _to_keep(self, body: ResponsesBody, data: bytes | bytearray, referred: Sequence[bytes]) -> ToKeep | None:
         is_kept = body.store is not False
         if not self._models.options.keeps_responses or not (is_kept or body.conversation_id):
             return None
-        items = kept_items(_given_decoder.decode(data).input)
+        items = kept_items(in_place(_given_decoder.decode(data).input, referred))
         return ToKeep(items, is_kept, body.previous_response_id or "", body.conversation_id)
 
     async def fetch(self, request: HttpRequest, origin: Origin) -> list[bytes]:
         """Raises BadRequest, StoreFailed."""
-        return await past_items(self._store, request.tenant, origin)
+        return await kept_of(self._store, request.tenant, origin)
 
     async def respond(self, request: HttpRequest, parsed: _Parsed) -> Reply:
         """Raises ServingError before anything is answered."""
@@ -164,6 +187,11 @@ class Responses:
         if found is None:
             raise _not_kept(request)
         return found
+
+
+async def _refuse_compact(request: HttpRequest) -> Reply:
+    """Raises NoRoute."""
+    raise NoRoute(f"{PATH}/compact is not here: this server summarises no conversations")
 
 
 def _not_kept(request: HttpRequest) -> NotKept:

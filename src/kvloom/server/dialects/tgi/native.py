@@ -109,6 +109,6 @@ class NativeWriter(Folding):
             told["details"] = {
                 "finish_reason": finish_name(answer.finish_reason),
                 "generated_tokens": len(answer.token_ids),
-                "seed": answer.seed,
+                "seed": self.generation.params.seed if answer.seed is None else answer.seed,
             }
         return told
