@@ -116,7 +116,7 @@ CASES = [
     _post("messages", "/v1/messages", _MESSAGE),
     _post("messages-stream", "/v1/messages", {**_MESSAGE, "stream": True}),
     _post("messages-count", "/v1/messages/count_tokens", {"model": MODEL, "messages": _MESSAGE["messages"]}),
-    _post("messages-error", "/v1/messages", {**_MESSAGE, "max_tokens": 0}),
+    _post("messages-error", "/v1/messages", {**_MESSAGE, "max_tokens": -1}),
     _post("ollama-chat", "/api/chat", {**_OLLAMA_CHAT, "stream": False, "logprobs": True}),
     _post("ollama-chat-stream", "/api/chat", _OLLAMA_CHAT),
     _post("ollama-chat-load", "/api/chat", {"model": MODEL}),

@@ -11,6 +11,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from kvloom.contract.errors import BadRequest
 from kvloom.server.chat.regexes import ascii_lark, ascii_regex
+from kvloom.server.chat.schemas import plain_schema
 from kvloom.server.serving.inline import may_take_long
 
 # one space after commas and colons, none elsewhere: otherwise small models write spaces up to their limit
@@ -25,8 +26,8 @@ def json_grammar(schema: dict[str, Any] | str | bool, field: str) -> str:
         known = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(known, dict | bool):
             raise BadRequest(field, "must be a JSON schema: an object")
-        text = json.dumps(known)
-        check_size(text, field)
+        check_size(json.dumps(known), field)
+        text = json.dumps(plain_schema(known, field))
         return checked_grammar(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON_FORM), field)
     except (ValueError, RecursionError) as error:
         raise BadRequest(field, f"is no JSON schema: {error}") from None
