@@ -176,7 +176,6 @@ def test_of_the_tools_those_that_are_allowed_may_be_called(styled: FakeServer, m
         ({"tools": [NO_SCHEMA], "tool_choice": "required"}, "tools[0].function.parameters"),
         ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-        ({"tool_choice": "auto"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
         ({"tools": [TOOL], "tool_choice": allowed_tools("auto")}, "tool_choice.allowed_tools.tools"),
