@@ -7,10 +7,9 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Scope
 
-from kvloom.server.errors import family_of
-
 HEADER = "X-Request-Id"
 _ID = re.compile(r"[\w.:-]{1,128}\Z")
+_ANTHROPICS = "/v1/messages"  # routes whose clients read it as request-id
 _KEY = "kvloom.request_id"  # in an ASGI scope
 
 
@@ -25,6 +24,6 @@ def request_id_of(scope: Scope) -> str:
 def with_id(scope: Scope, response: Response) -> Response:
     """The response, with the id of its request in its head."""
     response.headers[HEADER] = request_id_of(scope)
-    if family_of(scope["path"]) == "anthropic":  # whose clients read it by this name
+    if scope["path"].startswith(_ANTHROPICS):
         response.headers["request-id"] = request_id_of(scope)
     return response
