@@ -8,6 +8,7 @@ from jsonschema_rs import validate
 
 from kvloom.contract.request import FinishReason, Request, SamplingParams
 from kvloom.server.chat.events import ToolCallArguments, ToolCallStart
+from kvloom.server.chat.form import KNOWN
 from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.tool_calls import make_parser
 from kvloom.server.chat.tool_grammars import tool_grammar
@@ -36,14 +37,14 @@ def test_a_required_call_has_arguments_of_its_schema(real: Callable[[str], RealM
     tokenizer = model.tokenizer
     text = tokenizer.apply_chat_template(with_tools_in_text(QUESTION, [TOOL.plain]))
     ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-    grammar = tool_grammar("hermes", [TOOL], ToolChoice("named", "weather"), False, "")
+    grammar = tool_grammar(KNOWN["hermes"], [TOOL], ToolChoice("named", "weather"), False, "")
     requests = [
         Request(f"r{seed}", ids, SamplingParams(temperature=0.7, seed=seed, max_tokens=100, grammar=grammar))
         for seed in range(4)
     ]
     found = run_all(model.engine(), *requests)
     for request in requests:
-        output = ChatOutput(None, make_parser("hermes", {"weather": SCHEMA}))
+        output = ChatOutput(None, make_parser(KNOWN["hermes"], {"weather": SCHEMA}))
         events = [event for delta in found[request.id] for event in output.add(delta)]
         assert found[request.id][-1].finish_reason is FinishReason.EOS
         assert events[0] == ToolCallStart(0, "weather")

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvloom.contract.request import Delta, FinishReason
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom.server.chat.form import KNOWN
 from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.reasoning import ReasoningSplitter
 from kvloom.server.chat.tool_calls import make_parser
@@ -54,7 +55,7 @@ def delta(text: str, is_last: bool = False) -> Delta:
 
 
 def test_reasoning_then_text_then_calls():
-    output = ChatOutput(ReasoningSplitter(False), make_parser("hermes", {}))
+    output = ChatOutput(ReasoningSplitter(False), make_parser(KNOWN["hermes"], {}))
     texts = [
         "<think>",
         "I call",
@@ -75,7 +76,7 @@ def test_reasoning_then_text_then_calls():
 
 
 def test_calls_over_the_number_allowed_are_left_out():
-    output = ChatOutput(None, make_parser("llama3", {"f": {}}), max_calls=1)
+    output = ChatOutput(None, make_parser(KNOWN["llama3"], {"f": {}}), max_calls=1)
     call = '{"name": "f", "parameters": {}}'
     assert output.add(delta(f"{call};{call}", is_last=True)) == [ToolCallStart(0, "f"), ToolCallArguments(0, "{}")]
     assert output.num_calls == 1

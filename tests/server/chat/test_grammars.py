@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvloom.contract.errors import BadRequest
+from kvloom.server.chat.form import KNOWN
 from kvloom.server.chat.grammars import json_grammar, regex_grammar, text_grammar
 from kvloom.server.chat.structural_tags import tag_grammar
 from kvloom.server.chat.tool_grammars import tool_grammar
@@ -22,7 +23,7 @@ def _tagged(format: dict[str, Any]) -> str:
 
 def _of_a_tool(pattern: str) -> str:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": f"^{pattern}$"}}, "required": ["a"]}
-    return tool_grammar("qwen3_coder", [Tool("f", "", schema)], ToolChoice("named", "f"), False, "")
+    return tool_grammar(KNOWN["qwen3_coder"], [Tool("f", "", schema)], ToolChoice("named", "f"), False, "")
 
 
 # each option that takes a regular expression: its grammar, and the text around what the expression matches

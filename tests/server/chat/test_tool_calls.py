@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.server.chat.events import ChatEvent, TextDelta, ToolCallArguments, ToolCallStart
-from kvloom.server.chat.tool_calls import FORMS, ToolForm, make_parser
+from kvloom.server.chat.form import KNOWN
+from kvloom.server.chat.tool_calls import make_parser
+from kvloom.server.config.keys import KEYS
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "f": {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}},
@@ -23,9 +25,9 @@ PIECES = [
 ]  # fmt: skip
 
 
-def read(form: ToolForm, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
+def read(form: str, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
     """The text, and (name, arguments) of each call."""
-    parser = make_parser(form, SCHEMAS)
+    parser = make_parser(KNOWN[form], SCHEMAS)
     events: list[ChatEvent] = []
     for piece in pieces:
         events += parser.add(piece)
@@ -91,23 +93,23 @@ XML = (
         ("llama3", bare("f") + " ok", ("ok", [("f", "{}")])),
     ],
 )  # fmt: skip
-def test_what_is_found(form: ToolForm, text: str, found: Any):
+def test_what_is_found(form: str, text: str, found: Any):
     assert read(form, text) == found
     assert read(form, *text) == found, "character by character"
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", KNOWN)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=14), cuts=st.lists(st.integers(0, 200), max_size=8))
-def test_pieces_make_no_difference(form: ToolForm, pieces: list[str], cuts: list[int]):
+def test_pieces_make_no_difference(form: str, pieces: list[str], cuts: list[int]):
     text = "".join(pieces)
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     parts = [text[a:b] for a, b in pairwise(bounds)]
     assert read(form, *parts) == read(form, text)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", KNOWN)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=14))
-def test_text_without_calls_is_whole(form: ToolForm, pieces: list[str]):
+def test_text_without_calls_is_whole(form: str, pieces: list[str]):
     text = "".join(pieces)
     found, calls = read(form, text)
     if not calls:
@@ -164,7 +166,7 @@ TYPED: dict[str, Any] = {
     ],
 )
 def test_a_parameter_has_a_type_that_its_schema_allows(key: str, written: str, read: Any):
-    parser = make_parser("qwen3_coder", {"f": TYPED})
+    parser = make_parser(KNOWN["qwen3_coder"], {"f": TYPED})
     call = f"<tool_call>\n<function=f>\n<parameter={key}>\n{written}\n</parameter>\n</function>\n</tool_call>"
     _, [(_, arguments)] = joined(parser.add(call) + parser.finish())
     assert json.loads(arguments) == {key: read}
@@ -184,7 +186,7 @@ HALF = "\\ud800"  # as JSON writes half of a surrogate pair
         ("qwen3_coder", f'<tool_call><function=g><parameter=a>["{HALF}"]</parameter></function></tool_call>', ["g"]),
     ],
 )
-def test_half_a_surrogate_pair_reaches_no_answer(form: ToolForm, text: str, names: list[str]):
+def test_half_a_surrogate_pair_reaches_no_answer(form: str, text: str, names: list[str]):
     """It is no text: no answer could be written with it."""
     told, calls = read(form, text)
     assert [name for name, _ in calls] == names
@@ -195,7 +197,7 @@ def test_half_a_surrogate_pair_reaches_no_answer(form: ToolForm, text: str, name
 
 
 def test_arguments_stream_as_they_come():
-    parser = make_parser("hermes", SCHEMAS)
+    parser = make_parser(KNOWN["hermes"], SCHEMAS)
     assert parser.add('<tool_call>{"name": "f", "arguments": {"a": "on') == [
         ToolCallStart(0, "f"),
         ToolCallArguments(0, '{"a": "on'),
@@ -227,7 +229,11 @@ def test_arguments_stream_as_they_come():
         ("llama3", f"{bare('f')}; ", ("", [("f", "{}")])),
     ],
 )
-def test_a_call_that_the_end_cuts_is_no_text(form: ToolForm, text: str, found: tuple[str, list[tuple[str, str]]]):
-    parser = make_parser(form, SCHEMAS)
+def test_a_call_that_the_end_cuts_is_no_text(form: str, text: str, found: tuple[str, list[tuple[str, str]]]):
+    parser = make_parser(KNOWN[form], SCHEMAS)
     events = [event for char in text for event in parser.add(char)]
     assert joined(events + parser.finish(is_cut=True)) == found
+
+
+def test_the_configuration_takes_the_name_of_every_form():
+    assert set(KEYS["toolParser"].choices) == {"auto", *KNOWN}

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from kvloom.contract.request import Delta, FinishReason, SamplingParams, TokenLogprob
 from kvloom.rank.fake import ByteTokenizer
+from kvloom.server.chat.form import HERMES, THINK, ChatForm
 from kvloom.server.chat.request import PreparedChat
-from kvloom.server.chat.style import ChatStyle
 from kvloom.server.chat.tools import Tool, ToolChoice
 from kvloom.server.dialects.anthropic.shapes import MessageWriter, Told
 from kvloom.server.dialects.ollama.bodies import Asked
@@ -112,7 +112,7 @@ def generation(n: int = 1) -> Generation:
 
 def chat() -> PreparedChat:
     tools = (Tool("f", parameters={"properties": {"a": {}}}),)
-    style = ChatStyle("hermes", takes_tools=True, is_thinking=True)
+    style = ChatForm(HERMES, THINK, takes_tools=True)
     return PreparedChat(PROMPT, SamplingParams(), style, tools, ToolChoice("auto"), True, False)
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection
 from enum import Enum, auto
 
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
 
@@ -16,7 +17,7 @@ class _At(Enum):
     COMMA = auto()
 
 
-class _Value:
+class JsonValue:
     """Finds the end of one JSON value; does not validate its inside."""
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class CallScanner:
         self._names, self._needs_arguments = names, needs_arguments
         self._at = _At.OBJECT
         self._key = ""
-        self._value = _Value()
+        self._value = JsonValue()
         self.found_name: str | None = None  # read, but the call is not certain yet
         self._early: str | None = None  # arguments that came before the name
         self._is_streaming = self._has_arguments = False
@@ -84,7 +85,7 @@ class CallScanner:
         elif self._at is _At.KEY and (self._value.text or char == '"'):
             if self._value.add(char):
                 key = _text(self._value.text)
-                self._key, self._value, self._at = key or "", _Value(), _At.COLON
+                self._key, self._value, self._at = key or "", JsonValue(), _At.COLON
         elif self._at is _At.COLON and char == ":":
             self._at = _At.VALUE
         elif self._at is _At.COMMA and char == ",":
@@ -122,11 +123,11 @@ class CallScanner:
 
     def _finish_value(self) -> str:
         """The value is complete. Returns arguments that were not returned before."""
-        text, self._value, self._at = self._value.text, _Value(), _At.COMMA
+        text, self._value, self._at = self._value.text, JsonValue(), _At.COMMA
         if self._is_streaming:
             self._is_streaming = False
             return ""
-        if self._key == "name" and self.found_name is None:
+        if self._key in _NAMES and self.found_name is None:
             self.found_name = _text(text)
             if not self.found_name or (self._names is not None and self.found_name not in self._names):
                 self.is_failed = True
@@ -134,7 +135,7 @@ class CallScanner:
             return self._give_early()
         if self._key in _ARGUMENTS and not self._has_arguments:
             self._has_arguments = True
-            self._early = _object(text)
+            self._early = object_text(text)
             if self._early is None:
                 self.is_failed = True
                 return ""
@@ -170,7 +171,7 @@ def _text(literal: str) -> str | None:
     return value
 
 
-def _object(text: str) -> str | None:
+def object_text(text: str) -> str | None:
     """Arguments as JSON text of an object: unchanged, unpacked from a string that contains one, or `{}` for null."""
     if text.startswith("{"):
         return text

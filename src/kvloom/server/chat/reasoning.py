@@ -1,9 +1,8 @@
-"""Separates a model's reasoning (`<think>...</think>`, before the answer) from its answer."""
+"""Separates a model's reasoning, which stands between marks before the answer, from its answer."""
 
 from kvloom.engine.text.stop import overlap
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta
-
-THINK, END_THINK = "<think>", "</think>"
+from kvloom.server.chat.form import THINK, Thinking
 
 
 class ReasoningSplitter:
@@ -12,10 +11,11 @@ class ReasoningSplitter:
     White space around the reasoning, and between it and the answer, is dropped.
     """
 
-    def __init__(self, is_open: bool) -> None:
-        """`is_open`: the prompt ends with <think>, so the answer begins with reasoning."""
+    def __init__(self, is_open: bool, marks: Thinking = THINK) -> None:
+        """`is_open`: the prompt ends with the first mark, so the answer begins with reasoning."""
+        self._begin, self._end = marks.begin, marks.end
         self.is_open = is_open
-        self._is_undecided = not is_open  # whether the answer begins with <think> is still open
+        self._is_undecided = not is_open  # whether the answer begins with the mark is still open
         self._held = ""  # a possible mark, or white space at the end of the reasoning
         self._is_fresh = True  # no text of this part was returned yet
 
@@ -39,19 +39,19 @@ class ReasoningSplitter:
 
     def _decide(self) -> bool:
         begin = self._held.lstrip()
-        if begin.startswith(THINK):
-            self.is_open, self._is_undecided, self._held = True, False, begin[len(THINK) :]
-        elif not THINK.startswith(begin):
+        if begin.startswith(self._begin):
+            self.is_open, self._is_undecided, self._held = True, False, begin[len(self._begin) :]
+        elif not self._begin.startswith(begin):
             self._is_undecided = self._is_fresh = False
         return not self._is_undecided
 
     def _read_reasoning(self, events: list[ChatEvent]) -> None:
         text = self._held.lstrip() if self._is_fresh else self._held
-        at = text.find(END_THINK)
+        at = text.find(self._end)
         if at >= 0:
-            known, self._held = text[:at].rstrip(), text[at + len(END_THINK) :]
+            known, self._held = text[:at].rstrip(), text[at + len(self._end) :]
         else:
-            known = text[: len(text) - overlap(text, END_THINK)].rstrip()
+            known = text[: len(text) - overlap(text, self._end)].rstrip()
             self._held = text[len(known) :]
         if known:
             self._is_fresh = False

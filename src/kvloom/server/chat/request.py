@@ -10,10 +10,11 @@ from kvloom.contract.request import SamplingParams
 from kvloom.engine.text.marks import Marks
 from kvloom.server.chat.content import joined, sources_of, text_of, with_parts, with_texts
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom.server.chat.form import NO_CALLS, ChatForm, Thinking
 from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.parts import reads_parts_alone
-from kvloom.server.chat.reasoning import END_THINK, THINK, ReasoningSplitter
-from kvloom.server.chat.style import ChatStyle, style_of, takes_parts
+from kvloom.server.chat.reasoning import ReasoningSplitter
+from kvloom.server.chat.style import form_of, takes_parts
 from kvloom.server.chat.tool_calls import make_parser
 from kvloom.server.chat.tool_grammars import tool_grammar
 from kvloom.server.chat.tool_prompt import with_tools_in_text
@@ -62,7 +63,7 @@ class PreparedChat:
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    style: ChatStyle
+    style: ChatForm
     tools: tuple[Tool, ...]
     choice: ToolChoice
     is_parallel: bool
@@ -73,10 +74,13 @@ class PreparedChat:
 
     def output(self) -> ChatOutput:
         """A reader for one choice."""
-        reasoning = ReasoningSplitter(self.is_thinking) if self.style.is_thinking else None
+        thinking = self.style.thinking
+        reasoning = ReasoningSplitter(self.is_thinking, thinking) if thinking else None
         if self.choice.mode == "none":
-            return ChatOutput(reasoning)
-        calls = make_parser(self.style.form, {tool.name: tool.schema for tool in self.tools})
+            return ChatOutput(
+                reasoning, make_parser(NO_CALLS, {}, self.style.hidden) if self.style.is_special else None
+            )
+        calls = make_parser(self.style.calls, {tool.name: tool.schema for tool in self.tools}, self.style.hidden)
         has_text = self.choice.mode == "auto"
         return ChatOutput(reasoning, calls, None if self.is_parallel else 1, has_text)
 
@@ -88,25 +92,34 @@ def prepare(service: GenerationService, request: ChatRequest, params: SamplingPa
     tools = request.tools if request.choice.mode != "none" else ()
     sources = _sources(service, request)
     card, tokenizer = service.card, service.tokenizer
-    style = style_of(tokenizer.chat_template(bool(tools)), card.tool_parser, card.reasoning_parser)
+    style = form_of(tokenizer, bool(tools), card.tool_parser, card.reasoning_parser)
     limit = request_limit(service) if request.is_counted else service.max_input_tokens
     marks = _marks(service, request.messages, [tool.plain for tool in tools], request.template_values)
     text = marks.spelt_out(_render(service, style, marks, request, tools))
     if request.is_continued:
         text = _continued(text)
-    grammar = tool_grammar(style.form, tools, request.choice, request.is_parallel, params.grammar)
+    grammar = tool_grammar(style.calls, tools, request.choice, request.is_parallel, params.grammar)
     is_limited = bool(grammar) or request.max_reasoning_tokens is not None
     end = text.rstrip()
-    is_thinking = style.is_thinking and (end.endswith(THINK) or _thinks_on(request))
-    may_think = style.is_thinking and request.add_generation_prompt and not end.endswith(END_THINK)
-    if may_think and not is_thinking and is_limited and request.template_values.get("enable_thinking") is not False:
+    thinking = style.thinking
+    is_thinking = thinking is not None and (end.endswith(thinking.begin) or _thinks_on(request, thinking))
+    may_think = thinking is not None and request.add_generation_prompt and not end.endswith(thinking.end)
+    if (
+        thinking
+        and may_think
+        and not is_thinking
+        and is_limited
+        and request.template_values.get("enable_thinking") is not False
+    ):
         text, is_thinking = (
-            f"{text}{THINK}\n",
+            f"{text}{thinking.begin}\n",
             True,
         )  # the end of the reasoning matters here, so its beginning must be known
     params = replace(params, grammar=grammar)
-    if is_thinking and is_limited:
-        params = replace(params, reasoning_end=END_THINK, max_reasoning_tokens=request.max_reasoning_tokens)
+    if style.is_special:
+        params = replace(params, skip_special_tokens=False)
+    if thinking and is_thinking and is_limited:
+        params = replace(params, reasoning_end=thinking.end, max_reasoning_tokens=request.max_reasoning_tokens)
     ids = encode_marked(service, Marked(text, marks.originals), request.field, limit, request.add_special_tokens)
     sight = None
     if sources:
@@ -142,7 +155,7 @@ def _marks(service: GenerationService, *values: Any) -> Marks:
 
 
 def _render(
-    service: GenerationService, style: ChatStyle, marks: Marks, request: ChatRequest, tools: Sequence[Tool]
+    service: GenerationService, style: ChatForm, marks: Marks, request: ChatRequest, tools: Sequence[Tool]
 ) -> str:
     """The prompt, marked. Most templates want arguments of earlier calls as an object; others get their text.
 
@@ -184,10 +197,10 @@ def _formed(service: GenerationService, messages: Sequence[Mapping[str, Any]]) -
     return with_texts(messages, info.image_text)
 
 
-def _thinks_on(request: ChatRequest) -> bool:
+def _thinks_on(request: ChatRequest, thinking: Thinking) -> bool:
     """Whether the message to be continued ends within its reasoning."""
     text = text_of(request.messages[-1]["content"])
-    return request.is_continued and text.rfind(THINK) > text.rfind(END_THINK)
+    return request.is_continued and text.rfind(thinking.begin) > text.rfind(thinking.end)
 
 
 # put at the end of a message that is continued, in order to find it in the rendered prompt

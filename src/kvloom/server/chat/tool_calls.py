@@ -1,24 +1,18 @@
-"""Finds tool calls in a model's output, in the form that its chat template teaches.
-
-  hermes       <tool_call>{"name": "f", "arguments": {...}}</tool_call>; Qwen2.5, Qwen3, Hermes
-  qwen3_coder  <tool_call><function=f><parameter=a>1</parameter></function></tool_call>
-  llama3       the whole answer is {"name": "f", "parameters": {...}}, or several of these after `;`
+"""Finds tool calls in a model's output, in the form that its chat template teaches: see form.py.
 
 The parsers are pure: however the text is cut, the joined events are the same. Text that is not a call is returned as
 text, completely; white space around calls is dropped.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from kvloom.engine.text.stop import overlap
+from kvloom.server.chat.call_readers import MarkedReader
 from kvloom.server.chat.events import ChatEvent, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom.server.chat.form import ID, KNOWN, CallForm
 from kvloom.server.chat.json_calls import CallScanner
-from kvloom.server.chat.xml_calls import XmlCallScanner
 
-ToolForm = Literal["hermes", "qwen3_coder", "llama3"]
-FORMS: tuple[ToolForm, ...] = ("hermes", "qwen3_coder", "llama3")
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
 
@@ -33,9 +27,9 @@ class CallParser(Protocol):
     def finish(self, is_cut: bool = False) -> list[ChatEvent]: ...
 
 
-def make_parser(form: ToolForm, schemas: Mapping[str, Mapping[str, Any]]) -> CallParser:
-    """A parser for one answer. `schemas`: of the parameters, by tool."""
-    return BareCalls(schemas) if form == "llama3" else MarkedCalls(schemas)
+def make_parser(form: CallForm, schemas: Mapping[str, Mapping[str, Any]], hidden: tuple[str, ...] = ()) -> CallParser:
+    """A parser for one answer. `schemas`: of the parameters, by tool. `hidden`: marks that are dropped."""
+    return MarkedCalls(form, schemas, hidden) if form.begin else BareCalls(schemas)
 
 
 class _Events:
@@ -88,7 +82,7 @@ class _Events:
 class _Call:
     """A call being read: its scanner, and whether its start was reported."""
 
-    def __init__(self, scanner: CallScanner | XmlCallScanner, events: _Events) -> None:
+    def __init__(self, scanner: CallScanner | MarkedReader, events: _Events) -> None:
         self._scanner, self._events = scanner, events
         self.is_told = False
 
@@ -120,19 +114,22 @@ class _Call:
 
 
 class MarkedCalls:
-    """Calls between <tool_call> and </tool_call>, as JSON or as XML, anywhere in the text."""
+    """Calls behind a mark, anywhere in the text."""
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        self._schemas = schemas
+    def __init__(self, form: CallForm, schemas: Mapping[str, Mapping[str, Any]], hidden: tuple[str, ...] = ()) -> None:
+        self._form, self._schemas, self._hidden = form, schemas, hidden
         self._events = _Events()
         self._held = ""
+        self._mark = ""  # of the call that is being read
         self._lead: str | None = None  # white space between the mark and the call; None outside a call
         self._call: _Call | None = None
-        self._expects_close = False
+        self._opens, self._closes = _opens(form), _closes(form)
+        self._is_behind = False  # of a call: marks that end it may follow
+        self._in_section = False  # and so may a call without a mark
 
     def add(self, text: str) -> list[ChatEvent]:
         self._held += text
-        while self._held and (self._find_mark() if self._lead is None else self._read_call()):
+        while self._held and self._step():
             pass
         return self._events.drain()
 
@@ -140,34 +137,66 @@ class MarkedCalls:
         if is_cut and self._call is not None:
             self._call.cut()
         elif self._lead is not None and not is_cut and not (self._call and self._call.is_told):
-            self._events.text(OPEN + self._lead + (self._call.raw if self._call else ""))
-        if not (is_cut and self._expects_close and CLOSE.startswith(self._held.lstrip())):
+            self._events.text(self._mark + self._lead + (self._call.raw if self._call else ""))
+        held = self._held.lstrip()
+        if not (is_cut and self._is_behind and any(mark.startswith(held) for mark in self._closes)):
             self._events.text(self._held)
         self._events.end()
         return self._events.drain()
 
+    def _step(self) -> bool:
+        """Read on; False when there is nothing more to find."""
+        if self._lead is not None:
+            return self._read_call()
+        return self._find_next() if self._in_section else self._find_mark()
+
+    def _find_next(self) -> bool:
+        """In a section, behind a call: another one, or the section's end."""
+        between = self._form.between.strip()
+        rest = self._held.lstrip()
+        if not rest:
+            return False
+        if between and rest.startswith(between):
+            self._held = rest[len(between) :]
+            return True
+        for mark in self._closes:
+            if rest.startswith(mark):
+                self._held = rest[len(mark) :]
+                self._in_section = mark not in self._form.end
+                return True
+        if any(mark.startswith(rest) for mark in (*self._closes, *self._opens)):
+            return False
+        first = self._form.head.split(ID)[0].strip()[:1] or rest[0]
+        is_call = rest.startswith(first) and (rest[0] != "<" or first == "<")
+        self._in_section = False
+        if is_call and not any(map(rest.startswith, self._opens[:1])):
+            self._mark, self._lead = "", ""
+        return True
+
     def _find_mark(self) -> bool:
         """Return text up to the next mark. False when there is none."""
-        marks = (OPEN, CLOSE) if self._expects_close else (OPEN,)
-        found = min(((at, mark) for mark in marks if (at := self._held.find(mark)) >= 0), default=None)
+        marks = (*self._opens, *self._hidden, *(self._closes if self._is_behind else ()))
+        found = min(((at, -len(mark), mark) for mark in marks if (at := self._held.find(mark)) >= 0), default=None)
         if found is None:
             end = len(self._held) - max(overlap(self._held, mark) for mark in marks)
             text, self._held = self._held[:end], self._held[end:]
             self._events.text(text)
             return False
-        at, mark = found
+        at, _, mark = found
         text, self._held = self._held[:at], self._held[at + len(mark) :]
         self._events.text(text)
-        if mark == OPEN:
-            self._lead = ""
-        self._expects_close = False
+        if mark in self._opens:
+            self._mark, self._lead = mark, ""
+            if mark != self._opens[0]:  # the call's own mark, without the one before it
+                self._mark, self._held = "", mark + self._held
+        self._is_behind = self._is_behind and mark in self._hidden
         return True
 
     def _read_call(self) -> bool:
         """Read on in the call; whether it is over."""
         for index, char in enumerate(self._held):
             if self._call is None:
-                if char.isspace():
+                if char.isspace() or (char == "[" and self._form.kind == "object"):
                     self._lead = (self._lead or "") + char
                     continue
                 self._call = self._begin(char)
@@ -179,7 +208,13 @@ class MarkedCalls:
         return False
 
     def _begin(self, char: str) -> _Call:
-        return _Call(XmlCallScanner(self._schemas) if char == "<" else CallScanner(), self._events)
+        """The reader of a call; in a form of JSON, of one as XML, and the other way round, where its mark says so."""
+        if self._form.kind == "object":
+            is_xml = char == "<" and self._form.begin == _XML.begin
+            return _Call(MarkedReader(_XML, self._schemas) if is_xml else CallScanner(), self._events)
+        if char == "{" and self._form.begin == _XML.begin:
+            return _Call(CallScanner(), self._events)
+        return _Call(MarkedReader(self._form, self._schemas), self._events)
 
     def _end_call(self, call: _Call, char: str, rest: str) -> None:
         if not call.is_failed:
@@ -187,10 +222,33 @@ class MarkedCalls:
         elif call.is_told:  # text that breaks off a reported call is text again
             self._held = char + rest
         else:  # not a call; its text may contain one
-            self._events.text(OPEN)
-            self._held = (self._lead or "") + call.raw + rest
-        self._expects_close = call.is_told
+            self._events.text(self._mark if self._mark else call.raw[:1])
+            self._held = (self._lead or "") + call.raw[0 if self._mark else 1 :] + rest
+        self._is_behind = call.is_told
+        self._in_section = call.is_told and not call.is_failed and self._form.is_section
         self._lead = self._call = None
+
+
+_XML = KNOWN["qwen3_coder"]
+
+
+def _opens(form: CallForm) -> tuple[str, ...]:
+    """What begins a call in a text: its mark, or the one that follows it, if a model leaves the first one out."""
+    own = form.head.split(ID)[0].strip()
+    return (form.begin, own) if own[:1] == "<" and len(own) >= _MIN_MARK else (form.begin,)
+
+
+_MIN_MARK = 8  # characters of a mark that nobody writes by chance
+
+
+def _closes(form: CallForm) -> tuple[str, ...]:
+    """What ends a call, or all of them, behind what its reader has taken."""
+    words = [*form.tail.split(), *form.end.split()]
+    if form.kind in ("object", "keyed", "python"):
+        words = form.end.split()
+    elif form.kind == "tagged":
+        words = form.end.split() if form.tail.strip() else []
+    return tuple(words)
 
 
 class BareCalls:

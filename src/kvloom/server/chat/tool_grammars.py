@@ -1,19 +1,17 @@
-"""Grammars that make an answer call tools, in the form that tool_calls.py reads. Lark, as llguidance takes it."""
+"""Grammars that make answers call tools, in the form that the model's template shows: Lark, as llguidance takes it."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
+from kvloom.server.chat.form import ID, CallForm
 from kvloom.server.chat.grammars import checked_grammar, inner_schema
 from kvloom.server.chat.regexes import lark_regex
-from kvloom.server.chat.tool_calls import CLOSE, OPEN, ToolForm
 from kvloom.server.chat.tools import Tool, ToolChoice
 
-_SEPARATORS: dict[ToolForm, str] = {"hermes": "\n", "qwen3_coder": "\n", "llama3": "; "}
-_MARKS: dict[ToolForm, str] = {"hermes": OPEN, "qwen3_coder": OPEN, "llama3": ""}
 
-
-def tool_grammar(form: ToolForm, tools: Sequence[Tool], choice: ToolChoice, is_parallel: bool, answer: str) -> str:
+def tool_grammar(form: CallForm, tools: Sequence[Tool], choice: ToolChoice, is_parallel: bool, answer: str) -> str:
     """The grammar of an answer; "" = unrestricted. `answer`: grammar of an answer without calls, "" = unrestricted;
     there is none where calls are required.
 
@@ -31,12 +29,13 @@ def tool_grammar(form: ToolForm, tools: Sequence[Tool], choice: ToolChoice, is_p
         schema = tool.schema if tool.is_strict or choice.mode != "auto" else {"type": "object"}
         lines += _call_rules(form, index, tool, schema)
     lines.append("body: " + " | ".join(f"call_{index}" for index in range(len(tools))))
-    lines.append(f"call: {_literal(_MARKS[form])} body")
     if is_free:
         lines += _free_rules(form, is_parallel)
         return _checked({"lark_grammar": "\n".join(lines)})
-    more = f" ({_literal(_SEPARATORS[form])} call)*" if is_parallel else ""
-    lines.append(f"calls: call{more}")
+    begin, end = _literal(form.begin), _literal(form.end)
+    lines.append("call: body" if form.is_section else f"call: {begin} body {end}")
+    more = f" ({_literal(form.between)} call)*" if is_parallel else ""
+    lines.append(f"calls: {begin} call{more} {end}" if form.is_section else f"calls: call{more}")
     if not answer or choice.mode != "auto":
         return _checked({"lark_grammar": "\n".join([*lines, "start: calls"])})
     other = _grammars_of(answer)
@@ -44,45 +43,50 @@ def tool_grammar(form: ToolForm, tools: Sequence[Tool], choice: ToolChoice, is_p
     return _checked({"lark_grammar": "\n".join(lines)}, {**other[0], "name": "answer"}, *other[1:])
 
 
-def _free_rules(form: ToolForm, is_parallel: bool) -> list[str]:
+def _free_rules(form: CallForm, is_parallel: bool) -> list[str]:
     """Free text in which every call follows its schema. The mark of a call is a lexeme that ends as early as
     possible.
     """
-    count = "*" if is_parallel else "?"
-    if form == "llama3":  # the whole answer is a call
-        more = f" ({_literal(_SEPARATORS[form])} call){count}" if is_parallel else ""
-        return [f"start: call{more} | TEXT?", r"TEXT: /[^{](.|\n)*/"]
+    between, end = _literal(form.between), _literal(form.end)
+    if not form.begin:  # the whole answer is a call
+        more = f" ({between} body)*" if is_parallel else ""
+        return [f"start: body{more} | TEXT?", r"TEXT: /[^{](.|\n)*/"]
+    more = f" ({between} body)*" if is_parallel and form.is_section else ""
     return [
-        f"start: free{count} TEXT",
-        "free: mark body",
-        f"mark[lazy]: TEXT {_literal(OPEN)}",
+        f"start: free{'*' if is_parallel and not form.is_section else '?'} TEXT",
+        f"free: mark body{more} {end}",
+        f"mark[lazy]: TEXT {_literal(form.begin)}",
         r"TEXT: /(.|\n)*/",
     ]
 
 
-def _call_rules(form: ToolForm, index: int, tool: Tool, schema: dict[str, Any]) -> list[str]:
-    """What follows a call's mark."""
+def _call_rules(form: CallForm, index: int, tool: Tool, schema: dict[str, Any]) -> list[str]:
+    """A call, without the marks that may stand around several."""
     rule = f"call_{index}"
-    if form == "qwen3_coder":
-        return _xml_rules(rule, tool, schema)
-    key = "parameters" if form == "llama3" else "arguments"
-    begin = f'{{"name": {json.dumps(tool.name)}, "{key}": '
-    end = "}"
-    if form == "hermes":
-        begin, end = f"\n{begin}", f"{end}\n{CLOSE}"
-    return [f"{rule}: {_literal(begin)} {_json(schema, tool)} {_literal(end)}"]
+    if form.kind == "tagged":
+        return _tagged_rules(form, rule, tool, schema)
+    if form.kind == "python":
+        return _python_rules(form, rule, tool, schema)
+    return [f"{rule}: {_parts(form.head, tool.name, form.mid)} {_json(schema, tool)} {_parts(form.tail)}"]
 
 
-def _xml_rules(rule: str, tool: Tool, schema: dict[str, Any]) -> list[str]:
-    """Parameters one after the other in the schema's order; optional ones may be omitted."""
+def _parts(*texts: str) -> str:
+    """Literals one after the other; an id is any word."""
+    found = [piece for piece in re.split(f"({ID})", "".join(texts)) if piece]
+    return " ".join("/[A-Za-z0-9_.-]+/" if piece == ID else _literal(piece) for piece in found) or '""'
+
+
+def _tagged_rules(form: CallForm, rule: str, tool: Tool, schema: dict[str, Any]) -> list[str]:
+    """Arguments one after the other in the schema's order; optional ones may be omitted."""
     lines = []
     parts = []
     required = schema.get("required") or ()
     shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     for index, (key, value) in enumerate((schema.get("properties") or {}).items()):
         name = f"{rule}_{index}"
-        begin, end = f"<parameter={key}>\n", "\n</parameter>\n"
+        begin, end = f"{form.key_begin}{key}{form.key_end}", form.value_end
         if not isinstance(value, dict) or value.get("type") != "string":
+            begin = f"{form.key_begin}{key}{form.other_end or form.key_end}"
             lines.append(f"{name}: {_literal(begin)} {_json(_with(value, shared), tool)} {_literal(end)}")
         elif "enum" in value or "const" in value:
             options = " | ".join(_literal(str(text)) for text in value.get("enum", [value.get("const")]))
@@ -90,8 +94,35 @@ def _xml_rules(rule: str, tool: Tool, schema: dict[str, Any]) -> list[str]:
         else:
             lines += [f"{name}: {_literal(begin)} {name}_text", f"{name}_text[suffix={_literal(end)}]: {_text(value)}"]
         parts.append(name if key in required else f"{name}?")
-    begin, end = f"\n<function={tool.name}>\n", f"</function>\n{CLOSE}"
-    return [*lines, f"{rule}: {_literal(begin)} {' '.join(parts)} {_literal(end)}"]
+    head, tail = _parts(form.head, tool.name, form.mid), _parts(form.tail)
+    return [*lines, f"{rule}: {head} {' '.join(parts)} {tail}"]
+
+
+def _python_rules(form: CallForm, rule: str, tool: Tool, schema: dict[str, Any]) -> list[str]:
+    """Keyword arguments in the schema's order: texts in the form's quotes, all else as JSON."""
+    lines, required = [], schema.get("required") or ()
+    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    rest = ""
+    for index, (key, value) in reversed(list(enumerate((schema.get("properties") or {}).items()))):
+        name = f"{rule}_{index}"
+        begin = key + form.assign
+        is_text = isinstance(value, dict) and value.get("type") == "string" and "enum" not in value
+        if is_text and form.quote:
+            lines += [f"{name}: {_literal(begin + form.quote)} {name}_text"]
+            lines += [f"{name}_text[suffix={_literal(form.quote)}]: {_text(value)}"]
+        else:
+            lines.append(f"{name}: {_literal(begin)} {_json(_with(value, shared), tool)}")
+        more = f" ({_literal(', ' if form.assign == '=' else ',')} {rest})" if rest else ""
+        more = f"{more}?" if more and not any(other in required for other in _after(schema, key)) else more
+        lines.append(f"{name}_on: {name}{more}" + (f" | {rest}" if rest and key not in required else ""))
+        rest = f"{name}_on"
+    inner = rest if any(key in required for key in schema.get("properties") or {}) else f"{rest}?" if rest else ""
+    return [*lines, f"{rule}: {_parts(form.head, tool.name, form.mid)} {inner} {_parts(form.tail)}"]
+
+
+def _after(schema: dict[str, Any], key: str) -> list[str]:
+    keys = list(schema.get("properties") or {})
+    return keys[keys.index(key) + 1 :]
 
 
 def _text(schema: dict[str, Any]) -> str:

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvloom.server.chat.content import joined
-from kvloom.server.chat.tool_calls import CLOSE, OPEN
+from kvloom.server.chat.form import HERMES
 
+OPEN, CLOSE = HERMES.begin, HERMES.end.strip()
 _PROMPT = """You can call functions. They are described here as JSON, one a line:
 {tools}
 To call a function, write this and nothing else, once for each call:

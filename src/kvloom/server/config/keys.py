@@ -153,7 +153,10 @@ _MODEL: dict[str, Key] = {
     ),
     "toolParser": Key(
         str, "how the model writes tool calls; auto = as its chat template says",
-        choices=("auto", "hermes", "qwen3_coder", "llama3"), setting="tool_parser",
+        choices=(
+            "auto", "hermes", "qwen3_coder", "llama3", "mistral", "mistral_list", "glm45", "kimi_k2", "deepseek_v3",
+            "deepseek_v31", "minimax_m2", "seed_oss", "pythonic", "functionary",
+        ), setting="tool_parser",
     ),
     "reasoningParser": Key(
         str, "whether answers begin with <think>; auto = as the chat template says", choices=("auto", "think", "none"),

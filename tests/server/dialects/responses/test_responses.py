@@ -161,7 +161,7 @@ def test_store_has_no_effect_and_says_so(server: FakeServer):
 
 def test_effort_reaches_the_template(monkeypatch: pytest.MonkeyPatch):
     def render(self: Any, messages: Any, **values: Any) -> str:
-        return f"effort {values['reasoning_effort']}"
+        return f"effort {values.get('reasoning_effort')}"
 
     monkeypatch.setattr(ByteTokenizer, "apply_chat_template", render)
     with fake_server() as server:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloom.checkpoints.facts import ModelFacts, facts_of
-from kvloom.server.chat.style import style_of
+from kvloom.server.chat.style import form_of
 from kvloom.server.serving.files import ReadOnce
 from kvloom.server.serving.service import GenerationService
 
@@ -49,7 +49,7 @@ class ModelTable:
     async def show(self, service: GenerationService) -> Json:
         facts = await self._facts.of(service)
         template = service.tokenizer.chat_template()
-        style = style_of(template, service.card.tool_parser, service.card.reasoning_parser)
+        style = form_of(service.tokenizer, False, service.card.tool_parser, service.card.reasoning_parser)
         name = _named(service)["name"]
         more = [word for word, has in (("thinking", style.is_thinking), ("vision", service.engine.info.sees)) if has]
         return {

@@ -1,0 +1,270 @@
+"""Finds how a model writes by rendering conversations that are known, and reading where their parts stand. Pure.
+
+The texts below stand for parts of a conversation; no template contains them.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from kvloom.contract.errors import BadRequest
+from kvloom.server.chat.form import ID, KNOWN, CallForm, Thinking
+
+# (messages, tools, whether the answer's beginning is added) -> prompt. Raises BadRequest where the template refuses
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
+
+_USER, _TEXT, _WHY = "Qkvl", "Zkvltext", "Zkvlwhy"
+_NAMES = ("kvlfa", "kvlfb")
+_KEYS = ("kvlka", "kvlkb")
+_VALUES: tuple[Any, ...] = ("kvlva", 7351)
+_IDS = ("kvlidaaa1", "kvlidbbb2")
+_ARGUMENTS = dict(zip(_KEYS, _VALUES, strict=True))
+_MARK = r"(?:<[^<>\s]+>|\[/?[A-Z][A-Z _]+\])"
+_LAST = r"<\|[a-z_]+\|>"  # a mark that ends an answer
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        _KEYS[0]: {"type": "string", "description": "a"},
+        _KEYS[1]: {"type": "integer", "description": "b"},
+    },
+    "required": list(_KEYS),
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "does", "parameters": _SCHEMA}} for name in _NAMES
+]
+_ASKED = {"role": "user", "content": _USER}
+
+
+def _call(index: int, is_text: bool) -> dict[str, Any]:
+    arguments: Any = json.dumps(_ARGUMENTS) if is_text else _ARGUMENTS
+    return {
+        "id": _IDS[index], "type": "function", "function": {"name": _NAMES[index], "arguments": arguments},
+    }  # fmt: skip
+
+
+def thinking_of(render: Render) -> Thinking | None:
+    """The marks around reasoning, where the template shows that of earlier answers."""
+    kept = {"reasoning_content": _WHY, "reasoning": _WHY, "thinking": _WHY}
+    for tools, message in (
+        (TOOLS, {"content": "", "tool_calls": [_call(0, False)]}),
+        (TOOLS, {"content": "", "tool_calls": [_call(0, True)]}),
+        ([], {"content": _TEXT}),
+    ):
+        try:
+            text = render([_ASKED, {"role": "assistant", **message, **kept}], tools, False)
+        except BadRequest:
+            continue
+        before, is_shown, after = text.partition(_WHY)
+        end = re.match(rf"\s*({_MARK})", after)
+        if is_shown and end:
+            begin = re.search(rf"({_MARK}\w*)\s*\Z", before)
+            return Thinking(begin[1] if begin else before.rstrip().rpartition("\n")[2], end[1])
+    return None
+
+
+def hidden_of(render: Render, thinking: Thinking | None) -> tuple[str, ...]:
+    """Marks that an answer's text stands between, and that end it."""
+    kept = {"reasoning_content": _WHY, "reasoning": _WHY, "thinking": _WHY} if thinking else {}
+    text = _answer(render, {"role": "assistant", "content": _TEXT, **kept}, []) or ""
+    called = {"role": "assistant", "content": "", "tool_calls": [_call(0, False)]}
+    ends = re.findall(rf"{_LAST}\s*\Z", _answer(render, called, TOOLS) or "")
+    before, _, after = text.rpartition(_TEXT)
+    if thinking:
+        _, is_split, rest = before.rpartition(thinking.end)
+        before = rest if is_split else ""
+    last = re.findall(_MARK, after) or after.split()[:1]
+    return tuple(dict.fromkeys(re.findall(rf"{_MARK}\w*", before) + last + ends))
+
+
+def calls_of(render: Render, end_of_reasoning: str = "") -> CallForm | None:
+    """The form of calls; None where the template shows none, or none in a form that is read here."""
+    for is_text in (False, True):
+        for count in (2, 1):
+            message = {
+                "role": "assistant", "content": "", "tool_calls": [_call(index, is_text) for index in range(count)],
+            }  # fmt: skip
+            text = _answer(render, message, TOOLS)
+            if text is None or _NAMES[0] not in text or _KEYS[0] not in text:
+                continue
+            if end_of_reasoning and end_of_reasoning in text:
+                text = text[text.index(end_of_reasoning) + len(end_of_reasoning) :]
+            return _form(text, _end(render))
+    return None
+
+
+def _answer(render: Render, message: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """What the template makes of an answer, without what precedes it."""
+    try:
+        text = render([_ASKED, message], tools, False)
+        begin = render([_ASKED], tools, True)
+        other = render([_ASKED, {"role": "assistant", "content": "."}], tools, False)
+    except BadRequest:
+        return None
+    shared = max(len(_common_begin(text, begin)), len(_common_begin(text, other)), text.find(_USER) + len(_USER))
+    return text[shared:]
+
+
+def _end(render: Render) -> str:
+    """What ends an answer."""
+    text = _answer(render, {"role": "assistant", "content": _TEXT}, TOOLS) or ""
+    return text.rpartition(_TEXT)[2] if _TEXT in text else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Where a call stands in a text: all of it, its name, its arguments."""
+
+    begin: int
+    name: int
+    mid: int
+    arguments: int
+    rest: int
+    end: int
+    kind: str
+
+
+def _find(text: str, index: int, start: int) -> _Found | None:
+    """Call number `index`, from `start` on."""
+    name = _NAMES[index]
+    key = text.find(_KEYS[0], start)
+    at = text.rfind(name, start, key)
+    if key < 0 or at < 0:
+        return None
+    mid = at + len(name)
+    brace = text.rfind("{", mid, key)
+    if brace >= 0 and re.fullmatch(r'\{\s*"', text[brace:key]):
+        rest = _end_of_json(text, brace)
+        outer = text.rfind("{", start, at)
+        if text[at - 1] == text[mid] == '"' and outer >= 0:
+            kind = "keyed" if re.fullmatch(r'\{\s*"', text[outer:at]) else "object"
+            return _Found(outer, at, mid, brace, rest, _end_of_json(text, outer), kind)
+        return _Found(at, at, mid, brace, rest, rest, "json")
+    if text[mid] in "({" and text[mid + 1 :].startswith(_KEYS[0]):
+        end = text.find({"(": ")", "{": "}"}[text[mid]], mid)
+        return _Found(at, at, mid, mid, end, end + 1, "python")
+    last = text.find(str(_VALUES[1]), key)
+    end = last + len(str(_VALUES[1]))
+    return _Found(at, at, mid, key, end, end, "tagged") if last >= 0 else None
+
+
+def _end_of_json(text: str, begin: int) -> int:
+    try:
+        return json.JSONDecoder(strict=False).raw_decode(text, begin)[1]
+    except ValueError:
+        return begin
+
+
+def _form(text: str, end: str) -> CallForm | None:
+    for index, id in enumerate(_IDS):
+        text = text.replace(id, ID)
+        text = text.replace(f'"{index}"', f'"{ID}"').replace(f":{index}<", f":{ID}<")
+    text = text.replace('index="2"', f'index="{ID}"').replace('index="1"', f'index="{ID}"')
+    first = _find(text, 0, 0)
+    if first is None:
+        return None
+    second = _find(text, 1, first.end) if _NAMES[1] in text[first.end :] else None
+    last = second or first
+    pre, post = text[: first.begin], text[last.end :]
+    post = post.removesuffix(end) if end and post.endswith(end) else re.sub(rf"{_LAST}\s*\Z", "", post)
+    between = text[first.end : second.begin] if second else None
+    parts = _tagged(text, first, between if between is not None else post)
+    if parts is None:
+        return None
+    taken, fields = parts
+    return _around(pre, None if between is None else between[taken:], post[taken:], fields)
+
+
+def _tagged(text: str, found: _Found, after: str) -> tuple[int, dict[str, Any]] | None:
+    """The number of characters behind the call that belong to its last argument, and the fields of the form so far."""
+    kind = found.kind
+    if kind in ("object", "keyed"):
+        fields = {"mid": text[found.mid : found.arguments], "tail": text[found.rest : found.end]}
+        return 0, {"kind": kind, "head": text[found.begin : found.name], **fields}
+    if kind == "python":
+        inner = text[found.mid + 1 + len(_KEYS[0]) : found.rest]
+        before = inner.partition(_VALUES[0])[0]
+        fields = {"mid": text[found.mid], "tail": text[found.end - 1], "assign": before[:1]}
+        return 0, {"kind": kind, **fields, "quote": before[1:] if len(before) > 2 else ""}
+    if kind == "json":
+        return 0, {"kind": kind, "mid": text[found.mid : found.arguments]}
+    inner = text[found.mid : found.end]
+    match = re.fullmatch(rf"(.*?){_KEYS[0]}(.*?){_VALUES[0]}(.*?){_KEYS[1]}(.*?){_VALUES[1]}", inner, re.DOTALL)
+    if match is None or not match[2].strip():
+        return None
+    before, key_end, inside, other = match.groups()
+    key_begin = _common_end(before, inside)
+    value_end = inside[: len(inside) - len(key_begin)]
+    if not key_begin.strip() or not value_end.strip() or not after.startswith(value_end):
+        return None
+    fields = {"key_begin": key_begin, "key_end": key_end, "other_end": other if other != key_end else ""}
+    mid = before[: len(before) - len(key_begin)]
+    return len(value_end), {"kind": kind, "mid": mid, "value_end": value_end, **fields}
+
+
+def _around(pre: str, between: str | None, post: str, fields: dict[str, Any]) -> CallForm | None:
+    """The form, from what stands before, between and behind calls."""
+    inner = fields.pop("head", "")
+    tail = fields.pop("tail", "")
+    head = _common_end(pre, between) if between is not None else pre
+    if between is None or head.strip() == pre.strip():
+        begin, head = _split(pre.lstrip())
+        space = pre[: len(pre) - len(pre.lstrip())] if between is None else between[len(post.rstrip()) :]
+        space = space[: len(space) - len(space.lstrip())]
+        end, is_section = post.rstrip(), False
+        if fields["kind"] == "tagged" and head.strip():
+            own, end = _split_end(end)
+            tail += own
+        sep = space
+    else:
+        inside = between[: len(between) - len(head)]
+        own = _common_begin(inside, post)
+        begin, end, sep, is_section = pre[: len(pre) - len(head)].lstrip(), post[len(own) :], inside[len(own) :], True
+        tail += own
+    form = CallForm(
+        "its own", begin=begin, end=end.rstrip(), is_section=is_section, head=head + inner, tail=tail, between=sep,
+        **fields,
+    )  # fmt: skip
+    if ID in begin or (not begin and form.kind != "object"):
+        return None
+    return next((known for known in KNOWN.values() if _is_alike(known, form)), form)
+
+
+def _split(pre: str) -> tuple[str, str]:
+    """The mark that begins a call, and what stands between it and the name."""
+    found = re.match(r"[^\s\x00]*?[>\]]", pre) or re.match(r"[^\x00]*", pre)
+    mark = found[0] if found else ""
+    return mark, pre[len(mark) :]
+
+
+def _split_end(post: str) -> tuple[str, str]:
+    """The same behind the arguments: what ends the call itself, and what ends its mark."""
+    found = re.search(r"\s*\S+\Z", post)
+    at = found.start() if found else len(post)
+    return post[:at], post[at:]
+
+
+def _is_alike(known: CallForm, form: CallForm) -> bool:
+    def squeezed(one: CallForm) -> list[str]:
+        return ["".join(mark.split()) for mark in one.marks]
+
+    return known.kind == form.kind and known.is_section == form.is_section and squeezed(known) == squeezed(form)
+
+
+def _common_begin(first: str, second: str) -> str:
+    """The longest common beginning that cuts no mark."""
+    return re.sub(r"(?:</?|\[)[^<>\[\]\s]*\Z", "", _shared(first, second))
+
+
+def _common_end(first: str, second: str) -> str:
+    """The longest common end that cuts no mark."""
+    shared = _shared(first[::-1], second[::-1])[::-1]
+    return re.sub(r"\A[^<\[\s]*[>\]]", "", shared)
+
+
+def _shared(first: str, second: str) -> str:
+    """The longest common beginning."""
+    return "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

@@ -1,0 +1,116 @@
+"""The values of arguments that calls write without JSON, as JSON text of a type that the tool's schema allows."""
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+_MAX_DEPTH = 16  # references and alternatives of a schema that are followed
+_WORDS = {"None": "null", "True": "true", "False": "false"}
+_PYTHON = re.compile(r'"(?:\\.|[^"\\])*"|\b(?:None|True|False)\b')
+_BARE_KEY = re.compile(r'("(?:\\.|[^"\\])*")|([{,]\s*)([^\s"{}\[\],:]+)(\s*:)')
+
+
+def typed_json(schema: Mapping[str, Any], key: str, value: str, said: str, is_bare: bool = False) -> str:
+    """A parameter's value as JSON text: what is JSON of a type that the schema allows stays JSON, all else is a text
+    where the schema allows one. `said`: "text" or "json" where the call itself says which. `is_bare`: keys of objects
+    are written without quotes.
+    """
+    properties = schema.get("properties")
+    known = properties.get(key) if isinstance(properties, dict) else None
+    is_text = said == "text" or (not said and isinstance(known, dict) and known.get("type") == "string")
+    literal = None if is_text else _literal(value, is_bare)
+    if literal is None:
+        return json.dumps(value, ensure_ascii=False)
+    types = _types_of(known, schema)
+    if not said and types is not None and "string" in types and _json_type(msgspec.json.decode(literal)) not in types:
+        return json.dumps(value, ensure_ascii=False)
+    return literal
+
+
+def _literal(value: str, is_bare: bool) -> str | None:
+    """The value as JSON text, also of what Python writes; None for what is neither."""
+    words = _PYTHON.sub(lambda found: _WORDS.get(found[0], found[0]), value.strip())
+    if is_bare:
+        words = _BARE_KEY.sub(lambda found: found[1] or f'{found[2]}"{found[3]}"{found[4]}', words)
+    for text in (value.strip(), words):
+        try:
+            msgspec.json.decode(text)
+        except (ValueError, RecursionError):  # no JSON; also half a surrogate pair, or a number that no float can hold
+            continue
+        return text
+    try:
+        found = ast.literal_eval(value.strip()) if value.strip()[:1] in ("{", "[") else None
+        if found is None:
+            return None
+        text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+    return text
+
+
+def json_of_quoted(quote: str, text: str) -> str:
+    """A string between Python's quotes as JSON text; what is no escape stays as it is."""
+    inner = re.sub(
+        r"\\.|\n|" + quote,
+        lambda found: {"\n": r"\n", quote: "\\" + quote}.get(found[0], found[0]),
+        text,
+        flags=re.DOTALL,
+    )
+    try:
+        value = ast.literal_eval(f"{quote}{inner}{quote}")
+        value.encode()
+    except (ValueError, SyntaxError):
+        value = text
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _json_type(value: object) -> str:
+    """The type's name in JSON Schema; "number" also for whole numbers."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
+def _types_of(schema: object, root: Mapping[str, Any], depth: int = _MAX_DEPTH) -> frozenset[str] | None:
+    """The JSON types that a schema allows, named as _json_type does; None where its outermost keywords do not say.
+
+    `root` holds what references lead to.
+    """
+    if not isinstance(schema, dict) or not depth:
+        return None
+    given = schema.get("type")
+    if given is not None:
+        names = [given] if isinstance(given, str) else given
+        return frozenset("number" if name == "integer" else str(name) for name in names if isinstance(name, str))
+    if "const" in schema or isinstance(schema.get("enum"), list):
+        return frozenset(map(_json_type, schema.get("enum", [schema.get("const")])))
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        return _types_of(_at(root, reference), root, depth - 1)
+    options = next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), None)
+    if options is None:
+        return None
+    found = [_types_of(option, root, depth - 1) for option in options]
+    return frozenset().union(*(types for types in found if types)) if all(found) else None
+
+
+def _at(root: Mapping[str, Any], reference: str) -> object:
+    """What a reference within the schema leads to; None where there is nothing."""
+    place: object = root
+    for name in reference.removeprefix("#/").split("/"):
+        place = place.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
+    return place
