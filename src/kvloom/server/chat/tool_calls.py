@@ -4,6 +4,7 @@ The parsers are pure: however the text is cut, the joined events are the same. T
 text, completely; white space around calls is dropped.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ class CallParser(Protocol):
 
 def make_parser(form: CallForm, schemas: Mapping[str, Mapping[str, Any]], hidden: tuple[str, ...] = ()) -> CallParser:
     """A parser for one answer. `schemas`: of the parameters, by tool. `hidden`: marks that are dropped."""
-    return MarkedCalls(form, schemas, hidden) if form.begin else BareCalls(schemas)
+    return MarkedCalls(form, schemas, hidden) if form.begin else BareCalls(schemas, hidden)
 
 
 class _Events:
@@ -166,10 +167,12 @@ class MarkedCalls:
                 return True
         if any(mark.startswith(rest) for mark in (*self._closes, *self._opens)):
             return False
-        first = self._form.head.split(ID)[0].strip()[:1] or rest[0]
-        is_call = rest.startswith(first) and (rest[0] != "<" or first == "<")
+        own = (self._form.head.split(ID)[0].split() or [""])[0]
+        own = own if own.startswith("<") else own[:1]
+        if len(rest) < len(own) and own.startswith(rest):
+            return False
         self._in_section = False
-        if is_call and not any(map(rest.startswith, self._opens[:1])):
+        if (rest.startswith(own) if own else rest[0] != "<") and not rest.startswith(self._opens[0]):
             self._mark, self._lead = "", ""
         return True
 
@@ -243,19 +246,17 @@ _MIN_MARK = 8  # characters of a mark that nobody writes by chance
 
 def _closes(form: CallForm) -> tuple[str, ...]:
     """What ends a call, or all of them, behind what its reader has taken."""
-    words = [*form.tail.split(), *form.end.split()]
-    if form.kind in ("object", "keyed", "python"):
-        words = form.end.split()
-    elif form.kind == "tagged":
-        words = form.end.split() if form.tail.strip() else []
-    return tuple(words)
+    behind = form.tail + form.end if form.kind == "json" else form.end
+    if form.kind == "tagged" and not form.tail.strip():
+        return ()  # the end of the mark is that of the call, which its reader takes
+    return tuple(re.findall(r"<[^<>\s]+>|[^<\s]+", behind))
 
 
 class BareCalls:
     """An answer that consists of JSON calls of known tools only; `<|python_tag|>` may precede them."""
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        self._names = frozenset(schemas)
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]], hidden: tuple[str, ...] = ()) -> None:
+        self._names, self._hidden = frozenset(schemas), hidden
         self._events = _Events()
         self._lead = ""  # white space and `;` before the next call
         self._call: _Call | None = None
@@ -280,6 +281,8 @@ class BareCalls:
             if not self._call.is_told:
                 self._events.text(self._lead + self._call.raw)
         elif not self._is_text and (not self._events.num_calls or self._lead.strip(" \t\r\n;")):
+            if self._lead.strip() in self._hidden:
+                self._lead = ""
             self._events.text(self._lead)
         self._events.end()
         return self._events.drain()
@@ -293,6 +296,8 @@ class BareCalls:
         else:
             self._lead += char
             lead = self._lead.lstrip()
+            if self._events.num_calls and any(mark.startswith(lead.rstrip()) for mark in self._hidden):
+                return
             if not (";" if self._events.num_calls else PYTHON_TAG).startswith(lead.rstrip()):
                 self._to_text(self._lead)
 
