@@ -63,8 +63,6 @@ NOT_READ = {
 SHOWS_NONE = {
     "CohereForAI-c4ai-command-r-plus-tool_use",
     "HuggingFaceTB-SmolLM3-3B",
-    "Kimi-K2-Instruct",
-    "Kimi-K2-Thinking",
     "LFM2-8B-A1B",
     "LFM2.5-Instruct",
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",

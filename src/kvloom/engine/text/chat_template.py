@@ -6,6 +6,7 @@ Templates come with models, from strangers: their loops, calls and repetitions a
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from copy import deepcopy
 from datetime import datetime
 from typing import Any
 
@@ -52,6 +53,8 @@ class ChatTemplates:
             raise BadRequest("messages", "this model has no chat template; use completions")
         values = {**self._values, **more, "messages": messages, "tools": tools}
         try:
+            if ".append" in self._templates[name]:
+                values = deepcopy(values)  # so that no list but its own is changed
             return _rendered(self._template(name), {**values, "add_generation_prompt": add_generation_prompt})
         except Exception as error:  # a template can raise anything
             raise BadRequest("messages", f"the model's chat template refuses them: {error}") from None
@@ -118,6 +121,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         finally:
             spent.depth -= 1
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Jinja's sandbox refuses `append`; here the lists that a template sees are its own, or copies."""
+        return super().is_safe_attribute(obj, attr, value) or (attr == "append" and type(obj) is list)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if _size(operator, left, right) > MAX_REPEATED:
             raise TemplateError(f"{operator} makes more than {MAX_REPEATED} characters, items or bits")
@@ -153,5 +160,6 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 _ENVIRONMENT = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
 _ENVIRONMENT.filters["counted"] = _counted
 _ENVIRONMENT.filters["tojson"] = _to_json
+_ENVIRONMENT.filters["from_json"] = json.loads
 _ENVIRONMENT.globals["raise_exception"] = _refuse
 _ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

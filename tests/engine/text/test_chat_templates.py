@@ -1,0 +1,38 @@
+"""What chat templates may do beyond reading: change a list, and read JSON."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from kvloom.contract.errors import BadRequest
+from kvloom.engine.text.chat_template import ChatTemplates
+
+
+def rendered(template: str, messages: list[dict[str, Any]]) -> str:
+    return ChatTemplates({"default": template}, {}).apply(messages, None, True)
+
+
+def test_a_template_appends_to_a_list_of_its_own():
+    loop = "{% for m in messages %}{% set _ = own.append(m.content) %}{% endfor %}"
+    template = "{% set own = [] %}" + loop + "{{ own | join('+') }}"
+    assert rendered(template, [{"role": "user", "content": text} for text in "ab"]) == "a+b"
+
+
+def test_a_list_of_the_request_stays_as_it_is():
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    before = copy.deepcopy(messages)
+    assert rendered("{% set _ = messages[0].content.append(1) %}{{ messages[0].content | length }}", messages) == "2"
+    assert messages == before
+
+
+@pytest.mark.parametrize("change", ["clear()", "pop()", "extend([1])", "sort()"])
+def test_no_list_is_changed_otherwise(change: str):
+    with pytest.raises(BadRequest, match="is unsafe"):
+        rendered(f"{{% set own = [1] %}}{{{{ own.{change} }}}}", [{"role": "user", "content": ""}])
+
+
+def test_a_template_reads_json():
+    assert rendered("{{ (messages[0].content | from_json).a }}", [{"role": "user", "content": '{"a": 7}'}]) == "7"
+    with pytest.raises(BadRequest, match="refuses them"):
+        rendered("{{ messages[0].content | from_json }}", [{"role": "user", "content": "{"}])
