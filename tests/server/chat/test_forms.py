@@ -115,3 +115,10 @@ def test_the_marks_of_reasoning_are_those_that_the_template_shows():
     assert form.thinking is not None
     assert (form.thinking.begin, form.thinking.end) == ("[WHY]", "[/WHY]")
     assert formed(FORMS["named"])[1].thinking is None
+
+
+def test_reasoning_in_a_channel_begins_with_the_name_of_the_channel():
+    shown = "{% endif %}{% if m.reasoning_content %}<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|>"
+    _, form = formed(FORMS["named"] + shown)
+    assert form.thinking is not None
+    assert (form.thinking.begin, form.thinking.end) == ("<|channel|>analysis<|message|>", "<|end|>")

@@ -23,6 +23,7 @@ _VALUES: tuple[Any, ...] = ("kvlva", 7351)
 _IDS = ("kvlidaaa1", "kvlidbbb2")
 _ARGUMENTS = dict(zip(_KEYS, _VALUES, strict=True))
 _MARK = r"(?:<[^<>\s]+>|\[/?[A-Z][A-Z _]+\])"
+_CHANNEL = r"<\|channel\|>\w+(?=<\|message\|>)"  # gpt-oss: what follows is reasoning, by the channel's name
 _LAST = r"<\|[a-z_]+\|>"  # a mark that ends an answer
 _SCHEMA = {
     "type": "object",
@@ -61,7 +62,7 @@ def thinking_of(render: Render) -> Thinking | None:
         before, is_shown, after = text.partition(_WHY)
         end = re.match(rf"\s*({_MARK})", after)
         if is_shown and end:
-            begin = re.search(rf"({_MARK}\w*)\s*\Z", before)
+            begin = re.search(rf"((?:{_CHANNEL})?{_MARK}\w*)\s*\Z", before)
             return Thinking(begin[1] if begin else before.rstrip().rpartition("\n")[2], end[1])
     return None
 
