@@ -15,6 +15,7 @@ from kvloom.checkpoints.files import MAX_CONFIG_BYTES, find_weights, read_object
 from kvloom.checkpoints.fingerprint import Stamp, stamp
 from kvloom.checkpoints.quantized.scheme import scheme_of
 from kvloom.checkpoints.source import CheckedWeights, WeightSource, naming
+from kvloom.checkpoints.unread import left_out
 from kvloom.contract.errors import ModelError
 
 
@@ -73,7 +74,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         spec,
         CheckedWeights(adapted(source, layout, spec), folder),
         embedding,
-        tuple(source.unread()),
+        left_out(source.unread(), config, spec.num_layers),
     )
 
 
@@ -83,10 +84,9 @@ def _open_gguf(path: Path) -> Checkpoint:
     family = family_of(arch, str(path))
     config["rope_scaling"] |= gguf_file.rope_factors(file)
     spec = family.spec(config)
-    heads = {"q": spec.num_heads, "k": spec.num_kv_heads} if family.permuted_gguf else {}
-    layout = gguf_layout(family)
-    source = gguf_file.GgufSource(file, file_shapes(layout, spec), heads, family.gguf_names)
     metadata = file.header.metadata
+    layout = gguf_layout(family, f"{arch}.rope.dimension_sections" in metadata)
+    source = gguf_file.GgufSource(file, file_shapes(layout, spec), family.gguf_names)
     return Checkpoint(
         path,
         spec,
@@ -96,7 +96,7 @@ def _open_gguf(path: Path) -> Checkpoint:
             spec.hidden,
             dense_of_gguf(file, spec.hidden),
         ),
-        tuple(source.unread()),
+        left_out(source.unread(), config, spec.num_layers),
     )
 
 

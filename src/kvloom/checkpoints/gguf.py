@@ -52,9 +52,13 @@ LAYER_NAMES = {
     "shared_up": "ffn_up_shexp.weight",
     "shared_down": "ffn_down_shexp.weight",
     "shared_router": "ffn_gate_inp_shexp.weight",
+    "router_correction": "exp_probs_b.bias",
 }
-
-
+_TOLD_BY_TENSORS = {  # what a configuration of a folder says
+    "attention_bias": "blk.0.attn_q.bias",
+    "attention_out_bias": "blk.0.attn_output.bias",
+    "use_qk_norm": "blk.0.attn_q_norm.weight",
+}
 _NO_NAMES: Mapping[str, str] = {}
 
 
@@ -78,6 +82,7 @@ def config_of(header: Header, file: str) -> tuple[str, dict[str, Any]]:
     config["vocab_size"] = header.tensors[TOP_NAMES["embed"]].shape[0]
     config["tie_word_embeddings"] = TOP_NAMES["head"] not in header.tensors
     config["use_sliding_window"] = config.get("sliding_window") is not None
+    config |= {key: name in header.tensors for key, name in _TOLD_BY_TENSORS.items()}
     config["rope_scaling"] = _rope_scaling(arch, metadata)
     if arch in ("granite", "granitemoe"):
         config |= _unsaid_by_granite(config, metadata.get(f"{arch}.rope.scaling.finetuned") is not False)
@@ -98,11 +103,17 @@ def _rope_scaling(arch: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     told = {name: metadata.get(f"{arch}.rope.scaling.{name}") for name in ("type", "factor", "attn_factor")}
     factor = told["factor"] or metadata.get(f"{arch}.rope.scale_linear") or None
     kind = told["type"] or ("linear" if factor else "none")
+    log_factor = metadata.get(f"{arch}.rope.scaling.yarn_log_multiplier") or None
     return {
         "rope_type": "default" if kind == "none" or (kind == "linear" and factor is None) else kind,
         "factor": factor,
         "original_max_position_embeddings": metadata.get(f"{arch}.rope.scaling.original_context_length") or None,
         "attention_factor": told["attn_factor"],
+        "beta_fast": metadata.get(f"{arch}.rope.scaling.yarn_beta_fast"),
+        "beta_slow": metadata.get(f"{arch}.rope.scaling.yarn_beta_slow"),
+        "mscale": None if log_factor is None else 1.0,
+        "mscale_all_dim": log_factor,
+        "llama_4_scaling_beta": metadata.get(f"{arch}.attention.temperature_scale") or None,
     }
 
 
@@ -150,13 +161,10 @@ class GgufSource:
         self,
         file: GgufFile,
         shapes: Mapping[str, tuple[int, ...]],
-        heads: Mapping[str, int],
         names: Mapping[str, str] = _NO_NAMES,
     ) -> None:
-        """shapes: adapted.file_shapes; heads: of the tensors ("q", "k") whose rows are in interleaved RoPE order;
-        names: of a layer's tensors, where they are not LAYER_NAMES.
-        """
-        self._file, self._shapes, self._heads, self._names = file, shapes, heads, names
+        """shapes: adapted.file_shapes; names: of a layer's tensors, where they are not LAYER_NAMES."""
+        self._file, self._shapes, self._names = file, shapes, names
         for name, shape in self._shapes.items():
             key = file_name(name, names)
             if key not in file.header.tensors:
@@ -184,15 +192,4 @@ class GgufSource:
         if name not in self._shapes:
             raise ModelError(f"{self._file.path}: tensor {name} is not part of this model")
         key = file_name(name, self._names)
-        data = self._file.rows(key)
-        part = name.rsplit(".", 1)[-1]
-        if part in self._heads:
-            data = _neox_rows(data, self._heads[part])
-        return RawTensor(name, self._shapes[name], self._file.kind(key), data)
-
-
-def _neox_rows(data: Bytes, heads: int) -> Bytes:
-    """Rows of each head from interleaved order (0, d/2, 1, d/2+1, ...) back to halves; whole rows move, bits stay."""
-    rows = data.reshape(heads, -1, 2, data.shape[-1]).swapaxes(1, 2).reshape(data.shape)
-    rows.flags.writeable = False
-    return rows
+        return RawTensor(name, self._shapes[name], self._file.kind(key), self._file.rows(key))

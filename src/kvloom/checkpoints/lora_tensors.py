@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvloom.checkpoints.families.interleaved import row_order
+from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.lora import FIELD, WEIGHTS_FILE, AdapterFile
 from kvloom.checkpoints.source import widen
 from kvloom.contract.errors import BadRequest
@@ -20,13 +22,14 @@ class LoraPair:
     scale: float
 
 
-def pairs_of(adapter: AdapterFile) -> Iterator[tuple[str, LoraPair]]:
-    """(canonical name of the linear, its pair). Raises BadRequest when a value is not finite."""
+def pairs_of(adapter: AdapterFile, spec: DecoderSpec) -> Iterator[tuple[str, LoraPair]]:
+    """(canonical name of the linear, its pair), for the whole model. Raises BadRequest when a value is not finite."""
     for name, module in adapter.modules.items():
         a, b = _values(adapter, module.a), _values(adapter, module.b)
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             raise BadRequest(FIELD, f"{WEIGHTS_FILE}: {module.a} or its lora_B holds values that are not finite")
-        yield name, LoraPair(a, b, module.scale)
+        order = row_order(spec, name) if spec.interleaved else None
+        yield name, LoraPair(a, b if order is None else b[order], module.scale)
 
 
 def _values(adapter: AdapterFile, name: str) -> npt.NDArray[np.float32]:

@@ -63,6 +63,15 @@ CONFIG_KEYS = {  # Hugging Face's names -> GGUF's, behind the architecture's nam
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "expert_gating_func": "expert_gating_func",
+    "moe_layer_interval": "interleave_moe_layer_step",
+    "num_nextn_predict_layers": "nextn_predict_layers",
 }
 _HAS_WINDOW = ("gemma2", "gemma-embedding", "gpt-oss")  # also where the file does not say so
 _NONE_IF_ZERO = (  # where converters write 0 to say that the model has none
@@ -104,6 +113,9 @@ def config_keys(arch: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     if arch not in _HAS_WINDOW:
         unsaid["sliding_window"] = None
     said = {key: metadata[f"{arch}.{name}"] for key, name in CONFIG_KEYS.items() if f"{arch}.{name}" in metadata}
+    layers, guessing = said.get("num_hidden_layers"), said.get("num_nextn_predict_layers")
+    if isinstance(layers, int) and isinstance(guessing, int):
+        said["num_hidden_layers"] = layers - guessing  # the last ones guess further tokens
     return unsaid | {key: None if key in _NONE_IF_ZERO and value == 0 else value for key, value in said.items()}
 
 

@@ -96,6 +96,29 @@ SPECS |= {
 }
 
 
+SPECS |= {
+    "experts in groups": tiny_spec(
+        "glm4_moe",
+        layers=(Layer(rope_of(32)), Layer(rope_of(32), has_experts=True)),
+        experts=Experts(
+            8,
+            3,
+            40,
+            shared=100,
+            weighs_shared=False,
+            scores="sigmoid",
+            has_correction=True,
+            groups=4,
+            kept_groups=2,
+            scale=1.5,
+        ),
+    ),
+    "norms behind the rotation, queries that grow": tiny_spec(
+        "hunyuan", qk_norm="rotated", query_growth=0.1, growth_unit=8
+    ),
+}
+
+
 @dataclass
 class MemoryWeights:
     """A WeightSource over float32 tensors. `blocks` replaces some of them by quantised tensors."""
@@ -124,6 +147,8 @@ def random_weights(spec: DecoderSpec, seed: int = 0) -> MemoryWeights:
         noise = torch.randn(shape, generator=generator)
         if name.endswith("norm"):
             values[name] = 1 + 0.2 * noise
+        elif name.endswith("router_correction"):  # decides alone, for the same reason
+            values[name] = noise * 3
         elif name.endswith(".router"):  # large, so that rounding changes no choice of experts
             values[name] = noise * 4 * shape[-1] ** -0.5
         else:

@@ -12,9 +12,12 @@ from kvloom.checkpoints.families import FAMILIES
 from kvloom.checkpoints.families.rope import build_rope
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels.reference import ReferenceBackend
-from tests.support.models.checkpoints import longrope, run_step, save, tiny_model
+from tests.support.lazily import lazily
+from tests.support.models.checkpoints import DEFAULT_ROPE, longrope, run_step, save, tiny_model
 
 from .test_gguf import write
+
+transformers = lazily("transformers")
 
 TOKENS = [5, 9, 1, 77, 30, 2, 2, 101, 64, 3, 18, 90, 11, 12, 13, 14]
 SHAPE = {
@@ -42,6 +45,32 @@ OLMO3 = {
 }
 MOE = {"expert_count": 5, "expert_used_count": 2}
 QWEN_MOE = {"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 40}
+GLM_MOE = {
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 40,
+    "expert_shared_count": 1,
+    "expert_gating_func": 2,
+    "expert_weights_norm": True,
+    "leading_dense_block_count": 1,
+    "rope__dimension_count": 16,
+}
+ERNIE_MOE = {
+    "expert_count": 6,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 40,
+    "expert_shared_count": 2,
+    "expert_shared_feed_forward_length": 48,  # what the converter computes of other sizes, and nobody may read
+    "leading_dense_block_count": 1,
+    "interleave_moe_layer_step": 1,
+}
+MISTRAL3 = {
+    "attention__temperature_scale": 0.3,
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 4.0,
+    "rope__scaling__original_context_length": 8,
+    "rope__scaling__yarn_log_multiplier": 1.0,
+}
 GPT_OSS = {
     **MOE,
     "attention__sliding_window": 7,
@@ -50,6 +79,13 @@ GPT_OSS = {
     "rope__scaling__original_context_length": 64,
 }
 FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by tiny model: architecture, metadata, configuration
+    "glm4": ("glm4", {"rope__dimension_count": 16}, {}),
+    "ernie": ("ernie4_5", {}, {}),
+    "seed": ("seed_oss", {}, {}),
+    "seed, biases behind attention too": ("seed_oss", {}, {}),
+    "exaone4": ("exaone4", {"attention__sliding_window": 7}, {"rope_parameters": DEFAULT_ROPE}),
+    "exaone4, no window": ("exaone4", {}, {}),
+    "gemma": ("gemma", {}, {}),
     "gemma2": ("gemma2", GEMMA2, {"query_pre_attn_scalar": 32}),
     "gemma3": ("gemma3", GEMMA3, {"query_pre_attn_scalar": 32}),
     "phi3": ("phi3", {"attention__sliding_window": 11, "rope__dimension_count": 8}, {}),
@@ -62,6 +98,20 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by tiny mode
     "qwen2 moe": ("qwen2moe", {**QWEN_MOE, "expert_shared_feed_forward_length": 72}, {}),
     "olmoe": ("olmoe", {"expert_count": 6, "expert_used_count": 2}, {}),
     "granite moe": ("granitemoe", GRANITE | MOE, {}),
+    "glm4 moe": ("glm4moe", {**GLM_MOE, "block_count": 4, "nextn_predict_layers": 1}, {}),
+    "glm4 moe, groups, biases": (
+        "glm4moe",
+        {**GLM_MOE, "expert_group_count": 4, "expert_group_used_count": 2, "expert_weights_scale": 2.5},
+        {},
+    ),
+    "ernie moe": ("ernie4_5-moe", ERNIE_MOE, {}),
+    "ernie moe, every second layer": (
+        "ernie4_5-moe",
+        {**ERNIE_MOE, "interleave_moe_layer_step": 2},
+        {"moe_layer_end_index": -1},
+    ),
+    "hunyuan": ("hunyuan-dense", {}, {}),
+    "ministral3": ("mistral3", MISTRAL3, {}),
     "gpt-oss": ("gpt-oss", GPT_OSS, {"swiglu_limit": 7.0}),
 }
 
@@ -97,6 +147,25 @@ def test_a_model_that_reads_pictures_too_is_opened_for_its_text(tmp_path):
     with torch.no_grad():
         wanted = model(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(logits_of(folder), wanted, atol=2e-4, rtol=1e-4)
+
+
+def test_of_mistral_3_the_text_is_served(tmp_path):
+    text = {**tiny_model("mistral").config.to_dict(), "head_dim": 16, "num_hidden_layers": 2}
+    sight = {"model_type": "pixtral", "num_hidden_layers": 1, "image_size": 32, "patch_size": 16, "head_dim": 16}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    config = transformers.Mistral3Config(text_config=text, vision_config=sight | sizes, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits_of(save(model, tmp_path / "apart")), wanted, atol=2e-4, rtol=1e-4)
+    model.config.tie_word_embeddings = True  # what the text's part says otherwise
+    model.lm_head.weight = model.model.language_model.embed_tokens.weight
+    with torch.no_grad():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    checkpoint = open_checkpoint(save(model, tmp_path / "tied"))
+    assert (checkpoint.spec.tie_embeddings, checkpoint.unread) == (True, ())
+    torch.testing.assert_close(logits_of(checkpoint.path), wanted, atol=2e-4, rtol=1e-4)
 
 
 def test_long_rope_takes_the_short_factors_where_no_sequence_is_longer_than_the_trained_context(tmp_path):
@@ -153,6 +222,7 @@ def test_the_gguf_file_of_gemma2_27b_does_not_say_that_its_scale_is_another(laye
     assert spec.attention_scale == scale
 
 
+GLM_SHAPE = {"num_key_value_heads": 2, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 
 
@@ -205,6 +275,39 @@ def test_settings_of_the_rotary_embedding_that_say_the_same_are_read(more, theta
         ("Qwen3ForCausalLM", {"is_causal": []}, r"is_causal must be true or false, got \[\]"),
         ("LlamaForCausalLM", {"head_dim": 16.0}, "head_dim must be a positive whole number, got 16.0"),
         ("LlamaForCausalLM", {"num_hidden_layers": "2"}, "num_hidden_layers must be a positive whole number, got '2'"),
+        (
+            "Glm4MoeForCausalLM",
+            GLM_SHAPE | {"n_group": 3},
+            r"3 \(topk_group\) of 3 groups \(n_group\) of 8 experts cannot",
+        ),
+        (
+            "Glm4MoeForCausalLM",
+            GLM_SHAPE | {"n_group": 8, "topk_group": 4},
+            "n_group 8 leaves too few of 8 experts for 3",
+        ),
+        (
+            "Glm4MoeForCausalLM",
+            GLM_SHAPE | {"n_group": 4, "topk_group": 1},
+            "n_group 4 leaves too few of 8 experts for 3",
+        ),
+        ("Glm4MoeForCausalLM", GLM_SHAPE | {"routed_scaling_factor": 0}, "routed_scaling_factor must be positive"),
+        (
+            "Glm4MoeForCausalLM",
+            GLM_SHAPE | {"first_k_dense_replace": "1"},
+            "first_k_dense_replace must be the number of",
+        ),
+        ("glm4moe", GLM_SHAPE | {"expert_gating_func": 1}, "expert_gating_func must be 2, got 1"),
+        (
+            "Mistral3ForConditionalGeneration",
+            {"num_key_value_heads": 2, "text_config": {"model_type": "mistral4", "kv_lora_rank": 256}},
+            r"ministral3 with latent attention \(kv_lora_rank\) is not supported",
+        ),
+        ("Ernie4_5ForCausalLM", {"use_bias": True}, "ernie4_5 with use_bias is not supported"),
+        (
+            "Ministral3ForCausalLM",
+            {"num_key_value_heads": 2, "rope_parameters": {**PLAIN, "llama_4_scaling_beta": 0.1}},
+            "original_max_position_em",
+        ),
         ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling must be positive"),
         ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": 3}}, "rope_parameters of full_attention must be"),
         (

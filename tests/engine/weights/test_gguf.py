@@ -26,6 +26,8 @@ NAMES = {
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
     "pre_feedforward_layernorm": "ffn_norm",
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -38,6 +40,11 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "self_attn.sinks": "attn_sinks.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.shared_experts.": "mlp.shared_expert.",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
@@ -48,12 +55,12 @@ NAMES = {
 }
 
 
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
-GEMMA = ("gemma2", "gemma3", "gemma-embedding")
+PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
+GEMMA = ("gemma", "gemma2", "gemma3", "gemma-embedding")
 
 
 def gguf_name(key: str, arch: str = "llama") -> str:
-    if arch in (*GEMMA, "olmo2", "gpt-oss"):
+    if arch in (*GEMMA[1:], "olmo2", "gpt-oss", "exaone4", "seed_oss", "glm4moe"):
         key = key.replace("post_attention_layernorm", "post_attention_norm")
     for theirs, ours in NAMES.items():
         key = key.replace(theirs, ours)
@@ -88,7 +95,8 @@ def write(path: Path, model: Any, arch: str, quantised: str | None = None, **met
     """Writes a transformers model as a GGUF file; matrices have block type `quantised` where it fits."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(config.num_hidden_layers)
+    if f"{arch}__block_count" not in metadata:
+        writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -105,7 +113,7 @@ def write(path: Path, model: Any, arch: str, quantised: str | None = None, **met
     for key, data in tensors_of(model, arch):
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if key.endswith("shared_expert_gate.weight"):
+        if key.endswith(("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")):
             data = data[0]
         if arch in GEMMA and key.endswith("norm.weight"):
             data = data + 1

@@ -117,3 +117,13 @@ def test_how_they_are_told():
     assert told([]) == ""
     assert told(["a"]) == "a tensor that is not read: a"
     assert told(["a", "b"]) == "tensors that are not read: a, b"
+
+
+@pytest.mark.parametrize(("guessing", "unread"), [(0, ("model.layers.2.self_attn.q_proj.weight",)), (1, ())])
+def test_layers_that_guess_further_tokens_are_told_only_where_nothing_says_that_there_are_some(
+    guessing, unread, tmp_path
+):
+    folder = save(tiny_model("glm4 moe, groups, biases", num_nextn_predict_layers=guessing), tmp_path, "1GB")
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {"model.layers.2.self_attn.q_proj.weight": torch.ones(8, 8)}, path, {"format": "pt"})
+    assert open_checkpoint(folder).unread == unread

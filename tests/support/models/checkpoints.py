@@ -37,6 +37,8 @@ def longrope(trained_len: int) -> dict[str, Any]:
     }
 
 
+GROWING = {**YARN_ROPE, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}
+GROWING |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 LOCAL, FULL = "sliding_attention", "full_attention"
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
@@ -54,10 +56,29 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3, yarn rope": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN_ROPE}),
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": GROWING}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 32}),
+    "hunyuan, longer base": (
+        "HunYuanDenseV1",
+        {"head_dim": 32, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
+    ),
     "qwen2, two layers of three with a window": (
         "Qwen2",
         {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     ),
+    "ministral": (
+        "Ministral",
+        {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 7, "layer_types": [LOCAL, FULL, LOCAL]},
+    ),
+    "glm": ("Glm", {"head_dim": 32}),
+    "glm4": ("Glm4", {"head_dim": 32}),
+    "glm4, without biases": ("Glm4", {"head_dim": 16, "attention_bias": False}),
+    "ernie": ("Ernie4_5", {"head_dim": 32}),
+    "seed": ("SeedOss", {"head_dim": 32}),
+    "seed, biases behind attention too": ("SeedOss", {"head_dim": 32, "attention_out_bias": True}),
+    "exaone4": ("Exaone4", {"num_hidden_layers": 4, "sliding_window": 7, "rope_parameters": LLAMA3_ROPE}),
+    "exaone4, no window": ("Exaone4", {"sliding_window": None, "layer_types": [FULL, FULL]}),
+    "gemma": ("Gemma", {"head_dim": 32}),
     "gemma2": (
         "Gemma2",
         {
@@ -104,6 +125,8 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+GLM_EXPERTS = {"head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 40}
 TINY_MODELS |= {
     "mixtral": ("Mixtral", EXPERTS),
     "qwen3 moe": ("Qwen3Moe", {**QWEN_EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
@@ -122,6 +145,18 @@ TINY_MODELS |= {
             "residual_multiplier": 0.4,
             "logits_scaling": 3.0,
         },
+    ),
+    "glm4 moe": ("Glm4Moe", {**GLM_EXPERTS, "num_hidden_layers": 3, "use_qk_norm": True}),
+    "glm4 moe, groups, biases": (
+        "Glm4Moe",
+        {**GLM_EXPERTS, "n_group": 4, "topk_group": 2, "attention_bias": True, "routed_scaling_factor": 2.5},
+    ),
+    "glm4 moe, scores as they are": ("Glm4Moe", {**GLM_EXPERTS, "norm_topk_prob": False, "n_shared_experts": 2}),
+    "ernie moe": ("Ernie4_5_Moe", ERNIE_EXPERTS),
+    "ernie moe, without shared experts": ("Ernie4_5_Moe", {**ERNIE_EXPERTS, "moe_num_shared_experts": 0}),
+    "ernie moe, every second layer": (
+        "Ernie4_5_Moe",
+        {**ERNIE_EXPERTS, "num_hidden_layers": 5, "moe_layer_interval": 2, "moe_layer_end_index": 3},
     ),
     "gpt-oss": (
         "GptOss",
@@ -156,8 +191,12 @@ def tiny_model(name: str, **fields: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     model.set_attn_implementation("eager")  # other attention implementations ignore soft caps
-    for key, parameter in model.named_parameters():
-        if key.endswith(("bias", "sinks")):
+    for key, parameter in (*model.named_parameters(), *model.named_buffers()):
+        if key.endswith("inv_freq"):
+            continue
+        if key.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+        elif key.endswith(("bias", "sinks")):
             torch.nn.init.normal_(parameter)
         elif ".experts." in key or ".router." in key or "mlp.gate.weight" in key:
             torch.nn.init.normal_(parameter, std=BASE["initializer_range"])  # transformers initialises some to zero

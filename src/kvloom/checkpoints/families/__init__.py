@@ -2,10 +2,14 @@
 
 from kvloom.checkpoints.families.family import Family
 from kvloom.checkpoints.families.known.bert import BERT, ROBERTA
-from kvloom.checkpoints.families.known.gemma import GEMMA2, GEMMA3, GEMMA_EMBEDDING
+from kvloom.checkpoints.families.known.ernie import ERNIE, ERNIE_MOE
+from kvloom.checkpoints.families.known.exaone import EXAONE4
+from kvloom.checkpoints.families.known.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
+from kvloom.checkpoints.families.known.glm import GLM, GLM4, GLM4_MOE
 from kvloom.checkpoints.families.known.granite import GRANITE
+from kvloom.checkpoints.families.known.hunyuan import HUNYUAN
 from kvloom.checkpoints.families.known.llama import LLAMA, SMOLLM3
-from kvloom.checkpoints.families.known.mistral import MISTRAL
+from kvloom.checkpoints.families.known.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from kvloom.checkpoints.families.known.mixtures import (
     GPT_OSS,
     GRANITE_MOE,
@@ -18,14 +22,19 @@ from kvloom.checkpoints.families.known.mixtures import (
 from kvloom.checkpoints.families.known.olmo import OLMO2, OLMO3
 from kvloom.checkpoints.families.known.phi3 import PHI3
 from kvloom.checkpoints.families.known.qwen import QWEN2, QWEN3
+from kvloom.checkpoints.families.known.seed import SEED
 from kvloom.contract.errors import ModelError
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
+    "MinistralForCausalLM": MINISTRAL,
+    "Ministral3ForCausalLM": MINISTRAL3,
+    "Mistral3ForConditionalGeneration": MINISTRAL3,  # its text part; the vision part is not read
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "SmolLM3ForCausalLM": SMOLLM3,
+    "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3,  # its text part; the vision part is not read
@@ -33,6 +42,14 @@ FAMILIES: dict[str, Family] = {
     "GraniteForCausalLM": GRANITE,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
+    "GlmForCausalLM": GLM,
+    "Glm4ForCausalLM": GLM4,
+    "Ernie4_5ForCausalLM": ERNIE,
+    "Glm4MoeForCausalLM": GLM4_MOE,
+    "Ernie4_5_MoeForCausalLM": ERNIE_MOE,
+    "HunYuanDenseV1ForCausalLM": HUNYUAN,
+    "SeedOssForCausalLM": SEED,
+    "Exaone4ForCausalLM": EXAONE4,
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
@@ -50,15 +67,24 @@ FAMILIES: dict[str, Family] = {
     "XLMRobertaModel": ROBERTA,
     "llama": LLAMA,  # general.architecture of GGUF from here on
     "mistral": MISTRAL,
+    "mistral3": MINISTRAL3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "smollm3": SMOLLM3,
+    "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "gemma-embedding": GEMMA_EMBEDDING,
     "phi3": PHI3,
     "granite": GRANITE,
     "olmo2": OLMO2,
+    "glm4": GLM4,
+    "ernie4_5": ERNIE,
+    "glm4moe": GLM4_MOE,
+    "ernie4_5-moe": ERNIE_MOE,
+    "hunyuan-dense": HUNYUAN,
+    "seed_oss": SEED,
+    "exaone4": EXAONE4,
     "qwen2moe": QWEN2_MOE,
     "qwen3moe": QWEN3_MOE_GGUF,
     "olmoe": OLMOE,

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvloom.checkpoints.families.expert_layers import Stacking
 from kvloom.checkpoints.families.family import Family
+from kvloom.checkpoints.families.interleaved import HalvedHeads
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.families.stacked import StackedExperts, stacked_shapes
 from kvloom.checkpoints.quantized.numbers import Floats, Numbers
@@ -24,11 +25,14 @@ _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # rows in this ord
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """How files hold a family's tensors. `is_packed`: experts in MXFP4, as in gpt-oss's folders."""
+    """How files hold a family's tensors. `fused`: see Family; `interleaved`: q and k have rotary partners side by side;
+    `is_packed`: experts in MXFP4, as in gpt-oss's folders.
+    """
 
-    is_fused: bool
+    fused: tuple[str, ...]
     norm_offset: float
     stacking: Stacking
+    interleaved: bool
     is_packed: bool = False
 
 
@@ -39,21 +43,21 @@ def folder_layout(family: Family, scheme: Scheme | None) -> FileLayout:
         raise ModelError(
             f"quantization_config: quant_method mxfp4 is for the experts of gpt-oss, not for {family.name}"
         )
-    return FileLayout(family.fused, family.norm_offset, family.stacking, is_packed)
+    return FileLayout(family.fused, family.norm_offset, family.stacking, family.interleaved, is_packed)
 
 
-def gguf_layout(family: Family) -> FileLayout:
-    return FileLayout(family.fused, 0.0, "parts")
+def gguf_layout(family: Family, has_sections: bool) -> FileLayout:
+    """`has_sections`: the file divides a head among time, height and width, which llama.cpp does in halves alone."""
+    interleaved = (family.interleaved or family.permuted_gguf) and not has_sections
+    return FileLayout(family.fused, 0.0, "parts", interleaved)
 
 
 def file_shapes(layout: FileLayout, spec: DecoderSpec) -> Shapes:
     """Shapes of the tensors in a file, by canonical name, or by that of a fused or stacked tensor."""
     shapes = stacked_shapes(spec.tensor_shapes(), spec, layout.stacking, layout.is_packed)
-    if not layout.is_fused:
-        return shapes
     for index in range(spec.num_layers):
-        for whole, parts in _FUSED.items():
-            cut = [shapes.pop(f"layers.{index}.{part}") for part in parts]
+        for whole in layout.fused:
+            cut = [shapes.pop(f"layers.{index}.{part}") for part in _FUSED[whole]]
             shapes[f"layers.{index}.{whole}"] = sum(rows for rows, _ in cut), cut[0][1]
     return shapes
 
@@ -61,8 +65,10 @@ def file_shapes(layout: FileLayout, spec: DecoderSpec) -> Shapes:
 def adapted(source: WeightSource, layout: FileLayout, spec: DecoderSpec) -> WeightSource:
     """A source of the spec's tensors over `source`, which has the tensors of file_shapes."""
     if spec.experts and layout.stacking:
-        return StackedExperts(source, spec, layout.stacking, layout.is_packed)
-    return FamilyWeights(source, spec, layout.norm_offset) if layout.is_fused or layout.norm_offset else source
+        source = StackedExperts(source, spec, layout.stacking, layout.is_packed)
+    elif layout.fused or layout.norm_offset:
+        source = FamilyWeights(source, spec, layout.norm_offset)
+    return HalvedHeads(source, spec) if layout.interleaved else source
 
 
 class FamilyWeights:

@@ -17,13 +17,16 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {  # by the names of conf
 }
 
 
+_BIASES = ("mlp_bias", "use_bias")  # of linears that have none here
+
+
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of the configuration that describes the decoder, for models that also have a vision part."""
     part = config.get("text_config")
     return part if isinstance(part, Mapping) else {}
 
 
-def _no_scales(config: Mapping[str, Any]) -> dict[str, float]:
+def _no_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
@@ -33,7 +36,7 @@ class Family:
 
     name: str
     qkv_bias: bool = False
-    qk_norm: Literal["", "head", "row"] = ""
+    qk_norm: Literal["", "head", "row", "rotated"] = ""
     norms: Literal["pre", "post", "both"] = "pre"
     permuted_gguf: bool = False  # GGUF files hold the rows of q and k in interleaved RoPE order
     o_bias: bool = False
@@ -41,20 +44,23 @@ class Family:
     clamps_glu: bool = False  # swiglu_limit and swiglu_alpha
     mixture: Mixture | None = None  # for models whose configuration may have experts
     stacking: Stacking = ""  # of the experts in folders
-    fused: bool = False  # files hold q, k and v as one tensor, gate and up as another
+    interleaved: bool = False  # rotary partners of q and k are side by side in all its files, in adapters too
+    fused: tuple[str, ...] = ()  # tensors that files hold as one: "qkv", "gate_up"
     norm_offset: float = 0.0  # folders hold the weights of norms minus this; GGUF files the weights themselves
     names: Mapping[str, str] = field(
         default_factory=dict
     )  # of a layer's tensors in folders, where they are not Llama's
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # the same of GGUF files
     defaults: Mapping[str, Any] = field(default_factory=dict)  # where the configuration is silent
-    scales: Callable[[Mapping[str, Any]], dict[str, float]] = _no_scales  # fields of DecoderSpec: scales and softcaps
+    fields: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_fields  # of DecoderSpec, that it alone computes
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
         """The spec for a configuration. Raises ModelError that names the key of a missing, mistyped or impossible
         value.
         """
-        config = {**self.defaults, **config, **_text_part(config)}
+        config = {**self.defaults, **config}
+        is_tied = flag(config, "tie_word_embeddings")  # of a model that sees: where either part says so
+        config |= _text_part(config)
         hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
         kv_heads = count(config, "num_key_value_heads", heads)
         head_dim = count(config, "head_dim", hidden // heads)
@@ -65,13 +71,17 @@ class Family:
             raise ModelError(f"head_dim {head_dim} is odd; rotary embedding pairs dimensions")
         if config.get("clip_qkv") is not None:
             raise ModelError(f"configuration: clip_qkv is not supported, got {config['clip_qkv']!r:.80}")
-        if flag(config, "mlp_bias") or (flag(config, "attention_bias") and not self.qkv_bias):
-            raise ModelError(f"{self.name} with attention_bias or mlp_bias is not supported")
+        if config.get("kv_lora_rank") is not None:
+            raise ModelError(f"{self.name} with latent attention (kv_lora_rank) is not supported")
+        own = self.fields(config)
+        for key in _BIASES if own.get("qkv_bias", self.qkv_bias) else ("attention_bias", *_BIASES):
+            if flag(config, key):
+                raise ModelError(f"{self.name} with {key} is not supported")
         layers = layers_of(config, head_dim, max_seq_len)
         experts = experts_of(config, self.mixture, len(layers)) if self.mixture else None
         ahead = sees_ahead(config)
         sparse = sparse_layers(config, len(layers)) if experts else [False] * len(layers)
-        return DecoderSpec(
+        spec = DecoderSpec(
             family=self.name,
             hidden=hidden,
             intermediate=count(config, "intermediate_size"),
@@ -82,7 +92,7 @@ class Family:
             max_seq_len=max_seq_len,
             layers=tuple(replace(layer, has_experts=own) for layer, own in zip(layers, sparse, strict=True)),
             norm_eps=positive(config, "rms_norm_eps", 1e-6),
-            tie_embeddings=flag(config, "tie_word_embeddings") and not ahead,
+            tie_embeddings=(is_tied or flag(config, "tie_word_embeddings")) and not ahead,
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
             norms=self.norms,
@@ -94,12 +104,12 @@ class Family:
             experts=experts,
             sees_ahead=ahead,
             has_logits=not ahead,
-            encoder=None,
-            **self.scales(config),
+            interleaved=self.interleaved,
         )
+        return replace(spec, **own)
 
     def _activation(self, config: Mapping[str, Any]) -> Literal["silu", "gelu_tanh"]:
-        name = config.get("hidden_activation", config.get("hidden_act", "silu"))
+        name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
         if name not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise ModelError(f"hidden_act {name!r:.80} is not supported by {self.name}; supported are {known}")

@@ -18,9 +18,11 @@ def sees_ahead(config: Mapping[str, Any]) -> bool:
 
 
 def layers_of(config: Mapping[str, Any], head_dim: int, max_seq_len: int) -> tuple[Layer, ...]:
-    """The layers of a configuration. Keys are Hugging Face's, and three that families give as defaults:
+    """The layers of a configuration. Keys are Hugging Face's, and some that families give as defaults:
     `window_needs_switch`: sliding_window only counts if use_sliding_window is true; `rope_local_unscaled`: rope_scaling
-    does not apply to layers with a window; `rope_truncate`: YaRN's truncate if rope_scaling has none.
+    does not apply to layers with a window; `rope_truncate`: YaRN's truncate if rope_scaling has none;
+    `rope_in_windows`: where some layers have a window, the others have no rotary embedding; `rope_own_fields`: of
+    rope_parameters, that the family reads.
 
     Raises ModelError.
     """
@@ -28,6 +30,8 @@ def layers_of(config: Mapping[str, Any], head_dim: int, max_seq_len: int) -> tup
     windows = _windows(config, num_layers)
     ropes = {kind: _rope(config, kind, head_dim, max_seq_len) for kind in (LOCAL, FULL)}
     uses_rope = _uses_rope(config, num_layers)
+    if config.get("rope_in_windows") and config.get("sliding_window") is not None:
+        uses_rope = [window is not None for window in windows]
     return tuple(
         Layer(ropes[LOCAL if window else FULL] if is_used else None, window)
         for window, is_used in zip(windows, uses_rope, strict=True)
@@ -94,7 +98,7 @@ def _rope(config: Mapping[str, Any], kind: str, head_dim: int, max_seq_len: int)
             raise ModelError(f"configuration: rope_parameters of {kind} must be an object, got {short(scaling)}")
     elif kind == LOCAL and config.get("rope_local_unscaled"):
         scaling, base = {}, positive(config, "rope_local_base_freq", positive(scaling, "rope_theta", base))
-    name = unknown_field(scaling, ROPE_FIELDS)
+    name = unknown_field(scaling, (*ROPE_FIELDS, *config.get("rope_own_fields", ())))
     if name is not None:
         raise ModelError(f"configuration: {name[:80]} of rope_parameters is not supported, got {short(scaling[name])}")
     theta = positive(scaling, "rope_theta", base)

@@ -39,6 +39,8 @@ def _divided(inv_freq: Sequence[float], factors: Sequence[float]) -> tuple[float
 def _scaled(dim: int, theta: float, scaling: Mapping[str, Any], max_seq_len: int) -> Rope:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     kind = _OLD_NAMES.get(str(kind), kind)
+    if kind == "dynamic" and scaling.get("alpha"):  # Hunyuan's: a longer base, whatever the length
+        theta *= float(scaling["alpha"]) ** (dim / (dim - 2))
     inv_freq = [theta ** (-2 * i / dim) for i in range(dim // 2)]
     try:
         if kind in ("default", "dynamic"):  # "dynamic" stretches what is longer than the context, and nothing is

@@ -40,8 +40,11 @@ class Layer:
 class Experts:
     """A mixture of experts: each token passes `per_token` of `count` small MLPs, those of largest router weight.
 
-    A router's logits become weights by a softmax over all, or, with `weighs_chosen`, over the chosen ones only, which
-    then sum to 1. A `shared` MLP with so many channels runs on every token, weighted by a sigmoid of its own; 0 = none.
+    A router's logits become `scores` by a softmax over all or a sigmoid each. Those of the chosen ones are their
+    weights; with `weighs_chosen` they are divided by their sum; times `scale`. A correction is added to scores for the
+    choice alone. Of `groups` of experts in order only the `kept_groups` with the largest sums of their two largest are
+    chosen from (DeepSeek-AI 2024, section 2.1.2). A `shared` MLP with so many channels runs on every token, weighted by
+    a sigmoid of its own if `weighs_shared`; 0 = none.
     """
 
     count: int
@@ -50,6 +53,12 @@ class Experts:
     weighs_chosen: bool = True
     has_bias: bool = False  # of router, gate, up and down
     shared: int = 0
+    weighs_shared: bool = True
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    has_correction: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +84,8 @@ class DecoderSpec:
       positions [num_positions, hidden]   types [num_types, hidden]   embed_norm, embed_norm_bias [hidden]
       layers.N. up_bias, down_bias, attn_post_norm_bias, mlp_post_norm_bias
     and in place of gate, up and down of a layer with experts:
-      router [experts, hidden]   router_bias   experts.E. gate, up, down, gate_bias, up_bias, down_bias
+      router [experts, hidden]   router_bias, router_correction [experts]
+      experts.E. gate, up, down, gate_bias, up_bias, down_bias
       shared_gate, shared_up, shared_down, shared_router [1, hidden]
     """
 
@@ -91,7 +101,10 @@ class DecoderSpec:
     norm_eps: float
     tie_embeddings: bool
     qkv_bias: bool = False  # Qwen2
-    qk_norm: Literal["", "head", "row"] = ""  # RMSNorm before RoPE of each head of q and k, or of all heads as one row
+    # RMSNorm of each head of q and k before RoPE, of all heads as one row before RoPE, or of each head behind RoPE
+    qk_norm: Literal["", "head", "row", "rotated"] = ""
+    query_growth: float = 0.0  # b: q at position p is multiplied by 1 + b log(1 + floor(p / growth_unit))
+    growth_unit: int = 1  # tokens
     norms: Literal["pre", "post", "both", "sum"] = "pre"  # x += post(branch(pre(x))); sum: x = post(x + branch(x))
     activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"  # clamped: see glu_limit
     glu_limit: float = 0.0  # l, a: g = min(gate, l); g sigmoid(a g) (clip(up, -l, l) + 1)
@@ -107,6 +120,7 @@ class DecoderSpec:
     experts: Experts | None = None  # of the layers that have them
     sees_ahead: bool = False  # tokens also attend to later ones: a sequence is computed in one step
     encoder: Encoder | None = None
+    interleaved: bool = False  # adapters have rotary partners of q and k side by side (interleaved.py), weights do not
     has_logits: bool = True  # otherwise it has no head, and gives states
 
     @property
@@ -176,7 +190,7 @@ class DecoderSpec:
         if self.qkv_bias:
             layer |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
         if self.qk_norm:
-            sizes = (self.head_dim, self.head_dim) if self.qk_norm == "head" else (q_size, kv_size)
+            sizes = (self.head_dim, self.head_dim) if self.qk_norm != "row" else (q_size, kv_size)
             layer |= {"q_norm": sizes[:1], "k_norm": sizes[1:]}
         if self.o_bias:
             layer["o_bias"] = (self.hidden,)
@@ -192,11 +206,14 @@ def _mlp_shapes(hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
 def _expert_shapes(hidden: int, experts: Experts) -> dict[str, tuple[int, ...]]:
     one = _mlp_shapes(hidden, experts.intermediate)
     shapes: dict[str, tuple[int, ...]] = {"router": (experts.count, hidden)}
+    if experts.has_correction:
+        shapes["router_correction"] = (experts.count,)
     if experts.has_bias:
         shapes["router_bias"] = (experts.count,)
         one |= {f"{name}_bias": shape[:1] for name, shape in one.items()}
     shapes |= {f"experts.{index}.{name}": shape for index in range(experts.count) for name, shape in one.items()}
     if experts.shared:
         shapes |= {f"shared_{name}": shape for name, shape in _mlp_shapes(hidden, experts.shared).items()}
+    if experts.shared and experts.weighs_shared:
         shapes["shared_router"] = (1, hidden)
     return shapes

@@ -204,7 +204,7 @@ class CpuBackend:
         own, total = None, 0
         try:
             own = self._lib.kvl_adapter_new(self._model)
-            for name, pair in pairs_of(adapter):
+            for name, pair in pairs_of(adapter, self.spec):
                 linear, first, interleave = self._position_of[name]
                 a, b, (count, rank) = pair.a.ctypes.data, pair.b.ctypes.data, pair.b.shape
                 total += self._lib.kvl_adapter_add(
@@ -255,7 +255,8 @@ class CpuBackend:
         return Shape(
             s.hidden, widest_mlp(s), s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size,
             self.num_threads, KV_FORMATS[self.kv_dtype], s.norm_eps, s.embed_scale, s.residual_scale, s.logit_scale,
-            s.attention_scale, s.attention_softcap, s.logit_softcap, s.glu_limit, s.glu_alpha, s.sees_ahead,
+            s.attention_scale, s.attention_softcap, s.logit_softcap, s.glu_limit, s.glu_alpha,
+            s.query_growth, s.growth_unit, s.sees_ahead,
         )  # fmt: skip
 
     def _use(self, asked: str | None) -> str:

@@ -10,7 +10,7 @@ NORM_QUANT, QUANT, LINEAR, ROPE_KV, ATTENTION, ROWS_NORM_QUANT, ADD_NORMED, ROUT
 STATES, ADD_POSITIONS, LAYER_NORM = range(10, 13)
 TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS, TO_BRANCH, CLAMPED, GATED_RESIDUAL, GELU = range(9)
 FROM_ATTENTION, FROM_MLP, FROM_GATE_UP, FROM_RESIDUAL = range(4)
-NORM_HEADS, NORM_ROWS = range(2)
+NORM_HEADS, NORM_ROWS, NORM_ROTATED = range(3)
 KV_BF16, KV_INT8 = range(2)
 NO_UNIT, TILES, PAIRS = range(3)
 NONE = OUT_OF_MEMORY = -1
@@ -28,6 +28,8 @@ class Shape(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("norm_eps", "embed_scale", "residual_scale", "logit_scale")),
         *((name, ctypes.c_float) for name in ("attention_scale", "attention_softcap", "logit_softcap")),
         *((name, ctypes.c_float) for name in ("glu_limit", "glu_alpha")),
+        ("query_growth", ctypes.c_float),
+        ("growth_unit", _I32),
         ("sees_ahead", _I32),
     )
 
@@ -44,12 +46,11 @@ class Instruction(ctypes.Structure):
 class Mixture(ctypes.Structure):
     """kvl_mixture."""
 
-    _fields_ = tuple(
-        (name, _I32)
-        for name in (
-            *("num_experts", "per_token", "first", "weighs_chosen"),
-            *("router", "router_bias", "up_bias", "down_bias", "shared"),
-        )
+    _fields_ = (
+        *((name, _I32) for name in ("num_experts", "per_token", "first", "weighs_chosen")),
+        *((name, _I32) for name in ("router", "router_bias", "up_bias", "down_bias", "shared")),
+        *((name, _I32) for name in ("is_sigmoid", "correction", "groups", "kept_groups")),
+        ("scale", ctypes.c_float),
     )
 
 

@@ -43,8 +43,9 @@ def declare_experts(program: Program, spec: DecoderSpec, at: str) -> int:
     if experts.shared:
         is_joint = program.is_joint(at + "shared_")
         apart = {"source": cpu_abi.FROM_MLP} if is_joint else {"source": cpu_abi.FROM_GATE_UP, "epilogue": gate}
+        end = cpu_abi.GATED_RESIDUAL if experts.weighs_shared else cpu_abi.RESIDUAL
         program.emit(cpu_abi.QUANT, linear=shared, **apart)
-        program.emit(cpu_abi.LINEAR, linear=shared, epilogue=cpu_abi.GATED_RESIDUAL)
+        program.emit(cpu_abi.LINEAR, linear=shared, epilogue=end)
     return expert_bytes - expert_bytes * experts.per_token // experts.count
 
 
@@ -66,10 +67,13 @@ def _mixture(program: Program, experts: Experts, at: str, first: int, is_joint: 
             "up_bias": program.values(_up_bias(program, experts, at, is_joint)),
             "down_bias": program.values(_padded(_biases(program, experts, at, "down"), PANEL)),
         }
-    shared = program.vector(at + "shared_router") if experts.shared else cpu_abi.NONE
+    shared = program.vector(at + "shared_router") if experts.shared and experts.weighs_shared else cpu_abi.NONE
+    correction = program.vector(at + "router_correction") if experts.has_correction else cpu_abi.NONE
     router = program.values(_padded(program.weights.tensor(at + "router").float32(), _ROW_PAD))
     counts = {"num_experts": experts.count, "per_token": experts.per_token, "weighs_chosen": experts.weighs_chosen}
-    return Mixture(first=first, router=router, shared=shared, **counts, **bias)
+    choice = {"is_sigmoid": experts.scores == "sigmoid", "groups": experts.groups, "kept_groups": experts.kept_groups}
+    own = {"router": router, "shared": shared, "correction": correction}
+    return Mixture(first=first, scale=experts.scale, **own, **counts, **choice, **bias)
 
 
 def _biases(program: Program, experts: Experts, at: str, part: str) -> Floats:

@@ -19,6 +19,8 @@ from kvloom.rank.kernels.cpu_abi import FileNumbers, Instruction
 from kvloom.rank.kernels.expert_program import declare_experts
 from kvloom.rank.kernels.program import GATES, Fill, Native, Program
 
+_NORMS = {"head": cpu_abi.NORM_HEADS, "row": cpu_abi.NORM_ROWS, "rotated": cpu_abi.NORM_ROTATED}
+
 
 def widest_mlp(spec: DecoderSpec) -> int:
     """Channels of the widest MLP that a token runs through, shared and routed experts included."""
@@ -138,11 +140,10 @@ class Packer:
         bias = self._program.vector(*(f"{at}{part}_bias" for part in "qkv")) if spec.qkv_bias else cpu_abi.NONE
         norms = {}
         if spec.qk_norm:
-            source = cpu_abi.NORM_ROWS if spec.qk_norm == "row" else cpu_abi.NORM_HEADS
             norms = {
                 "vector": self._program.vector(at + "q_norm"),
                 "vector2": self._program.vector(at + "k_norm"),
-                "source": source,
+                "source": _NORMS[spec.qk_norm],
             }
         own = spec.layers[layer]
         self._emit_input(qkv, at + "attn_norm")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvloom.checkpoints.families.spec import DecoderSpec, Rope
+from kvloom.checkpoints.families.spec import DecoderSpec, Experts, Rope
 from kvloom.checkpoints.lora import AdapterFile
 from kvloom.checkpoints.lora_tensors import pairs_of
 from kvloom.checkpoints.source import WeightSource
@@ -52,6 +52,7 @@ class _Context:
     """One sequence in one step: T tokens are computed; K tokens are cached, these included."""
 
     turns: Mapping[Rope, tuple[Tensor, Tensor]]  # cos and sin [T, 1, dim]
+    pos: Tensor  # [T]
     own: Tensor  # [T] slots of the tokens' keys and values in the cache
     slots: Tensor  # [K] slots of all keys and values
     masks: Mapping[int | None, Tensor]  # window -> [T, K] mask: which of them a token attends to
@@ -168,7 +169,7 @@ class ReferenceBackend:
         """See kernels/backend.py."""
         rank, world_size, device = self._mesh.rank, self._mesh.world_size, self.kv.device
         pairs = {}
-        for name, whole in pairs_of(adapter):
+        for name, whole in pairs_of(adapter, self.whole_spec):
             part = shard_pair(name, whole, rank, world_size) if world_size > 1 else whole
             a, b = (torch.from_numpy(side).to(device, self._dtype) for side in (part.a, part.b))
             pairs[name] = _Pair(a, b, part.scale)
@@ -196,7 +197,7 @@ class ReferenceBackend:
         masks = {
             window: _mask(keys, pos, window, spec.sees_ahead) for window in {layer.window for layer in spec.layers}
         }
-        context = _Context(turns, slots[pos], slots, masks)
+        context = _Context(turns, pos, slots[pos], slots, masks)
         for layer in range(spec.num_layers):
             x = self._branch(x, f"layers.{layer}.attn", functools.partial(self._attend, layer, context=context))
             mlp = self._experts if spec.layers[layer].has_experts else self._mlp
@@ -231,6 +232,11 @@ class ReferenceBackend:
             q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
         if own.rope is not None:
             q, k = (_rotate(part, *context.turns[own.rope]) for part in (q, k))
+        if self.spec.qk_norm == "rotated":
+            q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
+        if self.spec.query_growth:
+            growth = 1 + self.spec.query_growth * torch.log1p(context.pos // self.spec.growth_unit)
+            q = q * growth[:, None, None].to(q.dtype)
         key, value = (self._cached(layer, side, new, context).transpose(0, 1)[None] for side, new in enumerate((k, v)))
         sinks = self._w.get(at + "sinks")
         out = self._softmax(q.transpose(0, 1)[None], key, value, context.masks[own.window], sinks)
@@ -286,20 +292,19 @@ class ReferenceBackend:
         assert experts is not None, "a layer has experts"
         bias = self._w.get(at + "router_bias")
         logits = F.linear(x.float(), self._w[at + "router"].float(), None if bias is None else bias.float())
-        chosen = logits.topk(experts.per_token, -1)
-        weights = chosen.values.softmax(-1)
-        if not experts.weighs_chosen:
-            weights = logits.softmax(-1).gather(-1, chosen.indices)
+        chosen, weights = _routed(logits, experts, self._w.get(at + "router_correction"))
         out, added = torch.zeros_like(x), torch.zeros_like(x)
-        for expert in sorted(set(chosen.indices.flatten().tolist())):
-            rows, picks = torch.where(chosen.indices == expert)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            rows, picks = torch.where(chosen == expert)
             weight, one = weights[rows, picks, None].to(x.dtype), f"{at}experts.{expert}."
             out[rows] += weight * self._linear(self._gated(one, x[rows]), one + "down", has_bias=False)
             if experts.has_bias:
                 added[rows] += weight * self._w[one + "down_bias"]
         if experts.shared:
-            share = torch.sigmoid(F.linear(x.float(), self._w[at + "shared_router"].float())).to(x.dtype)
-            out += share * self._linear(self._gated(at + "shared_", x), at + "shared_down")
+            shared = self._linear(self._gated(at + "shared_", x), at + "shared_down")
+            if experts.weighs_shared:
+                shared *= torch.sigmoid(F.linear(x.float(), self._w[at + "shared_router"].float())).to(x.dtype)
+            out += shared
         return self._mesh.sum(out) + added
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
@@ -310,6 +315,24 @@ class ReferenceBackend:
             return F.layer_norm(wide, wide.shape[-1:], weight, bias, self.spec.norm_eps).to(x.dtype)
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.spec.norm_eps)
         return (wide * scale).to(x.dtype) * self._w[name]
+
+
+def _routed(logits: Tensor, experts: Experts, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Numbers and weights of the experts that each row of router logits [T, experts] chooses, [T, per_token]."""
+    scores = logits.sigmoid() if experts.scores == "sigmoid" else logits.softmax(-1)
+    ranks = logits if experts.scores == "softmax" and correction is None else scores
+    if correction is not None:
+        ranks = ranks + correction.float()
+    if experts.kept_groups < experts.groups:
+        groups = ranks.view(len(ranks), experts.groups, -1)
+        kept = groups.topk(2, -1).values.sum(-1).topk(experts.kept_groups, -1).indices
+        dropped = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, kept, False)
+        ranks = groups.masked_fill(dropped[..., None], -torch.inf).flatten(-2)
+    chosen = ranks.topk(experts.per_token, -1).indices
+    weights = scores.gather(-1, chosen)
+    if experts.weighs_chosen:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+    return chosen, weights * experts.scale
 
 
 def _mask(keys: Tensor, pos: Tensor, window: int | None, sees_ahead: bool) -> Tensor:

@@ -270,6 +270,23 @@ static void test_experts(int count, int64_t cols) {
         }
 }
 
+// Every way of choosing `taken` of 24 experts in `groups` groups.
+static void test_routing(int groups, int kept_groups, int taken) {
+    constexpr int kCount = 24;
+    const std::vector<float> logits = noise(kCount), correction = noise(kCount);
+    for (int way = 0; way < 8; way++) {
+        const float* const own_correction = way & 4 ? correction.data() : nullptr;
+        const Routing routing{kCount, taken, (way & 1) != 0, (way & 2) != 0, groups, kept_groups, 2.5f, own_correction};
+        std::vector<float> own = logits, ranks(32);
+        own.resize(ranks.size(), NAN);
+        std::vector<Choice> got(static_cast<size_t>(taken));
+        choose(own.data(), ranks.data(), routing, got.data());
+        const auto want = scalar::choose(logits, routing);
+        for (size_t i = 0; i < size_t(taken); i++) near(got[i].expert, want[i].expert, 0, "routing", way, int(i));
+        for (size_t i = 0; i < size_t(taken); i++) near(got[i].weight, want[i].weight, 1e-5, "weight", way, int(i));
+    }
+}
+
 static void test_groups() {
     const Choice chosen[] = {{4, 0.1f}, {1, 0.2f}, {1, 0.3f}, {0, 0.4f}, {4, 0.5f}, {1, 0.6f}};  // of three rows
     Groups groups;
@@ -372,6 +389,7 @@ static void test_every_kernel() {
     for (int window : {1, 16, 37, 128, 500}) test_every_attention(64, 300, window);
     test_extreme_heads();
     for (int count : {1, 3, 4, 5, 16, 17, 33}) test_experts(count, count % 2 ? 64 : 192);
+    for (int kept : {1, 2, 4}) test_routing(4, kept, 5);
     test_groups();
     test_sinks();
     test_draw();

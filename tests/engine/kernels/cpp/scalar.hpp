@@ -202,6 +202,34 @@ inline std::vector<Choice> choose(const std::vector<float>& logits, int count, b
     return found;
 }
 
+// The experts of a row and their weights as `routing` says, by definition.
+inline std::vector<Choice> choose(const std::vector<float>& logits, const Routing& routing) {
+    std::vector<double> scores, ranks;
+    double all = 0;
+    for (float logit : logits) all += std::exp(double(logit));
+    for (float logit : logits) scores.push_back(routing.is_sigmoid ? 1 / (1 + std::exp(-double(logit))) : std::exp(double(logit)) / all);
+    for (size_t e = 0; e < scores.size(); e++) ranks.push_back(scores[e] + (routing.correction ? double(routing.correction[e]) : 0));
+    const size_t size = scores.size() / size_t(routing.groups);
+    std::vector<std::pair<double, size_t>> groups;  // sums, negative so that the largest come first
+    for (size_t g = 0; g < size_t(routing.groups); g++) {
+        std::vector<double> own(ranks.begin() + int64_t(g * size), ranks.begin() + int64_t((g + 1) * size));
+        std::sort(own.begin(), own.end(), std::greater<>());
+        groups.push_back({-own[0] - (size > 1 ? own[1] : 0), g});
+    }
+    std::sort(groups.begin(), groups.end());
+    std::vector<int32_t> ids;
+    for (int i = 0; i < routing.kept_groups; i++)
+        for (size_t e = 0; e < size; e++) ids.push_back(int32_t(groups[size_t(i)].second * size + e));
+    std::sort(ids.begin(), ids.end());
+    std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return ranks[size_t(a)] > ranks[size_t(b)]; });
+    double total = 0;
+    for (int i = 0; i < routing.per_token; i++) total += scores[size_t(ids[size_t(i)])];
+    std::vector<Choice> found;
+    for (int i = 0; i < routing.per_token; i++)
+        found.push_back({ids[size_t(i)], float(double(routing.scale) * scores[size_t(ids[size_t(i)])] / (routing.weighs_chosen ? total : 1))});
+    return found;
+}
+
 // The token that `point` falls on, by definition: sorts all tokens, adds all weights.
 inline int32_t draw(const std::vector<float>& logits, const kvl_draw_rules& rules) {
     std::vector<int32_t> ids(logits.size());

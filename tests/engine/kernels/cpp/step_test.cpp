@@ -181,7 +181,8 @@ class Native {
         const kvl_mixture mixture{options.experts, kPerToken, down + 1, has_bias, vector(padded(router, kPad)),
                                   has_bias ? vector(experts.router_bias) : -1,
                                   has_bias ? vector(panels_of(experts.up_bias, options.is_apart)) : -1,
-                                  has_bias ? vector(padded(experts.down_bias, kPanel)) : -1, vector(experts.shared)};
+                                  has_bias ? vector(padded(experts.down_bias, kPanel)) : -1, vector(experts.shared),
+                                  0, -1, 1, 1, 1};
         const int32_t id = kvl_add_mixture(model.get(), &mixture);
         const int32_t gate = has_bias ? KVL_CLAMPED : KVL_SWIGLU, up = options.is_apart ? KVL_TO_QKV : gate;
         const int32_t source = options.is_apart ? KVL_FROM_GATE_UP : KVL_FROM_MLP;

@@ -1,14 +1,16 @@
-"""Gemma 2 and 3 (text): norms before and behind each branch, local and full layers, scaled embeddings, softcaps.
+"""Gemma 1: scaled embeddings, weights of norms stored as 1 + w. Gemma 2 and 3 (text): norms before and behind each
+branch, local and full layers, softcaps.
 
 EmbeddingGemma is Gemma 3 with bidirectional attention.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvloom.checkpoints.families.family import Family
+from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.families.values import count, positive
 
 _SHARED = {
@@ -39,6 +41,26 @@ def _softcap(config: Mapping[str, Any], key: str) -> float:
     return positive(config, key, 1.0) if config.get(key) is not None else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Gemma1(Family):
+    def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
+        """See Family. Its first releases call their activation gelu."""
+        is_old = config.get("hidden_act") == "gelu"
+        return Family.spec(self, {**config, "hidden_act": "gelu_pytorch_tanh"} if is_old else config)
+
+
+GEMMA = _Gemma1(
+    "gemma",
+    norm_offset=1.0,
+    defaults={
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "head_dim": 256,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 8192,
+    },
+    fields=lambda config: {"embed_scale": math.sqrt(count(config, "hidden_size"))},
+)
 GEMMA2 = Family(
     "gemma2",
     norms="both",
@@ -52,7 +74,7 @@ GEMMA2 = Family(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
-    scales=_scales,
+    fields=_scales,
 )
 _GEMMA3 = {
     **_SHARED,
@@ -71,6 +93,6 @@ GEMMA3 = Family(
     norm_offset=1.0,
     names=_NAMES,
     defaults=_GEMMA3,
-    scales=_scales,
+    fields=_scales,
 )
 GEMMA_EMBEDDING = replace(GEMMA3, defaults={**_GEMMA3, "use_bidirectional_attention": True})  # as GGUF files call it

@@ -16,4 +16,4 @@ def _scales(config: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-GRANITE = Family("granite", permuted_gguf=True, scales=_scales)
+GRANITE = Family("granite", permuted_gguf=True, fields=_scales)

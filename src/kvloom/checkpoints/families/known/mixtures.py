@@ -7,6 +7,10 @@ from kvloom.checkpoints.families.family import Family
 from kvloom.checkpoints.families.known.granite import GRANITE
 from kvloom.checkpoints.families.known.qwen import QWEN2, QWEN3
 
+PLAIN_SHARED = {  # names in DeepSeek's folders and those of the same make
+    "router_correction": "mlp.gate.e_score_correction_bias",
+    **{f"shared_{part}": f"mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up", "down")},
+}
 MIXTRAL = Family(
     "mixtral",
     permuted_gguf=True,
@@ -27,7 +31,7 @@ MIXTRAL = Family(
 QWEN2_MOE = replace(
     QWEN2,
     name="qwen2_moe",
-    mixture=Mixture(weighs_chosen=None, has_shared=True),
+    mixture=Mixture(weighs_chosen=None, shared="weighted"),
     defaults={**QWEN2.defaults, "num_key_value_heads": 16},
 )
 QWEN3_MOE = replace(

@@ -2,4 +2,4 @@
 
 from kvloom.checkpoints.families.family import Family
 
-PHI3 = Family("phi3", fused=True, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096})
+PHI3 = Family("phi3", fused=("qkv", "gate_up"), defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096})

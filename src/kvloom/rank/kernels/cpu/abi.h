@@ -26,11 +26,14 @@ typedef struct kvl_model kvl_model;
 /* Shapes and constants of the decoder. embed_scale multiplies token embeddings, residual_scale what attention and MLP
  * add to the residual stream, logit_scale the logits, attention_scale the products q . k (0 = 1 / sqrt(head_dim)). A
  * softcap c replaces a score or logit x by c tanh(x / c), before the mask; 0 = none. KVL_CLAMPED combines gate and up
- * into g sigmoid(glu_alpha g) (clip(up, -glu_limit, glu_limit) + 1) with g = min(gate, glu_limit). */
+ * into g sigmoid(glu_alpha g) (clip(up, -glu_limit, glu_limit) + 1) with g = min(gate, glu_limit). A query at position p is
+ * multiplied by 1 + query_growth log(1 + floor(p / growth_unit)); query_growth 0 = not. */
 typedef struct {
     int32_t hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab_size, num_threads, kv_format;
     float norm_eps, embed_scale, residual_scale, logit_scale, attention_scale, attention_softcap, logit_softcap;
     float glu_limit, glu_alpha;
+    float query_growth;
+    int32_t growth_unit; /* tokens */
     int32_t sees_ahead; /* not 0: bidirectional attention, a token also attends to later tokens of its sequence */
 } kvl_shape;
 
@@ -66,7 +69,7 @@ enum {
                                 that combines gate and up, if they are separate (KVL_FROM_GATE_UP) */
     KVL_LINEAR = 2,          /* multiplies `linear` by the activations quantised last, adds the adapters' B h, then
                                 applies `epilogue`; `vector` = bias */
-    KVL_ROPE_KV = 3,         /* q/k norm with weights `vector` and `vector2` (`source`: per head or per row), rotation
+    KVL_ROPE_KV = 3,         /* q/k norm with weights `vector` and `vector2` (`source`: of what, and when), rotation
                                 with table `rope`; writes keys and values of `layer` to the cache */
     KVL_ATTENTION = 4,       /* attention of the step's queries over the cached keys of `layer`: on each visible side
                                 the nearest `window` keys, the query's own included; 0 = all. `vector` = one sink per
@@ -101,7 +104,8 @@ enum {
     KVL_GELU = 8
 };
 enum { KVL_FROM_ATTENTION = 0, KVL_FROM_MLP = 1, KVL_FROM_GATE_UP = 2, KVL_FROM_RESIDUAL = 3 }; /* `source` of QUANT */
-enum { KVL_NORM_HEADS = 0, KVL_NORM_ROWS = 1 }; /* `source` of ROPE_KV: norm of each head, or of the whole row */
+/* `source` of ROPE_KV: norm of each head, of the whole row, or of each head after the rotation. */
+enum { KVL_NORM_HEADS = 0, KVL_NORM_ROWS = 1, KVL_NORM_ROTATED = 2 };
 
 typedef struct {
     int32_t kind, layer, linear, epilogue, vector, vector2, source, rope, window;
@@ -155,11 +159,15 @@ int32_t kvl_add_vector(kvl_model *model, const float *values, int64_t count);
  * projection. router: vector [num_experts][hidden, padded to a multiple of 64]; router_bias: [num_experts]; up_bias:
  * [num_experts][rows of gate and up, padded to 32], in the order of their panels; down_bias: [num_experts][hidden,
  * padded to 32]; shared: vector [hidden], the sigmoid of whose product with a row weighs the shared expert. -1 = none.
- * A row is given to the experts with its per_token largest logits. Their weights are its softmax over all logits, or
- * over the chosen ones if weighs_chosen is not 0. */
+ * A row is given to the experts with its per_token largest scores: softmax of all logits, or sigmoid of each. They are
+ * its weights, divided by their sum if weighs_chosen is not 0, times `scale`. correction: vector [num_experts], added to
+ * the scores for the choice alone. Of `groups` (at most 64) groups of equal size only the kept_groups with the largest
+ * sums of their two largest scores are chosen from. */
 typedef struct {
     int32_t num_experts, per_token, first, weighs_chosen;
     int32_t router, router_bias, up_bias, down_bias, shared;
+    int32_t is_sigmoid, correction, groups, kept_groups;
+    float scale;
 } kvl_mixture;
 int32_t kvl_add_mixture(kvl_model *model, const kvl_mixture *mixture); /* returns its index; before kvl_allocate */
 int64_t kvl_allocate(kvl_model *model); /* returns the bytes of packed weights */

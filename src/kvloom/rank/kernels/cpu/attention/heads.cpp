@@ -33,16 +33,25 @@ void Step::place_head(const kvl_instruction& instruction, int64_t token, int hea
     const int64_t block = int64_t(table[position / kBlockTokens]) * shape_.num_kv_heads * tile_bytes_;
     const int slot = position % kBlockTokens;
     const RopeTable rope = instruction.rope < 0 ? RopeTable{nullptr, 0} : model_.ropes[size_t(instruction.rope)];
-    const bool norms_heads = instruction.source != KVL_NORM_ROWS;
     const float* weight = vector(head < shape_.num_heads ? instruction.vector : instruction.vector2);
+    const auto norm_at = [&](int when) {
+        if (weight != nullptr && instruction.source == when) rms_norm(at, weight, dim, dim, shape_.norm_eps, at);
+    };
     const int key = head - shape_.num_heads, value = key - shape_.num_kv_heads;
     if (value >= 0) return Cache::store_value(cache(instruction.layer, 1) + block + value * tile_bytes_, at, dim, slot);
-    if (weight != nullptr && norms_heads) rms_norm(at, weight, dim, dim, shape_.norm_eps, at);
+    norm_at(KVL_NORM_HEADS);
     if (rope.dim > 0) rotate(at, rope.at + int64_t(position) * rope.dim, rope.dim);
+    norm_at(KVL_NORM_ROTATED);
     if (key >= 0) return Cache::store_key(cache(instruction.layer, 0) + block + key * tile_bytes_, at, dim, slot);
     const int64_t query = query_at(token, head);
     auto* to = reinterpret_cast<typename Cache::Stored*>(scratch_.queries + query * dim);
-    scratch_.query_scale[query] = Cache::store_query(to, at, dim, scale);
+    scratch_.query_scale[query] = Cache::store_query(to, at, dim, scale * growth_at(position));
+}
+
+// What a query at `position` is multiplied by.
+float Step::growth_at(int position) const {
+    if (shape_.query_growth == 0) return 1;
+    return float(1 + double(shape_.query_growth) * std::log1p(double(position / shape_.growth_unit)));
 }
 
 // Index of a query in the scratch memory: [kv head][token][heads per kv head].

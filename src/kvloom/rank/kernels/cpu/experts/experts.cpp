@@ -23,7 +23,7 @@ uint8_t* lay_out_experts(Scratch& s, const kvl_model& model, int64_t tokens, uin
     }
     if (model.mixtures.empty()) return at;
     const int64_t threads = model.pool.size(), slots = tokens * per_token;
-    e.logits = {take<float>(at, (tokens + threads) * experts), experts};
+    e.logits = {take<float>(at, (tokens + 2 * threads) * experts), experts};
     e.gates = {take<float>(at, slots * channels), channels};
     e.apart = {take<float>(at, slots * apart), apart};
     e.chosen = take<Choice>(at, slots);
@@ -81,7 +81,10 @@ void Step::choose_row(const kvl_mixture& mixture, int64_t row, int thread, Choic
     const Rows& logits = scratch_.experts.logits;
     float* own = logits.row(scratch_.capacity + thread);
     std::memcpy(own, logits.row(row), size_t(mixture.num_experts) * sizeof(float));
-    choose(own, mixture.num_experts, mixture.per_token, mixture.weighs_chosen != 0, out);
+    const Routing routing{mixture.num_experts, mixture.per_token, mixture.weighs_chosen != 0, mixture.is_sigmoid != 0,
+                          mixture.groups, mixture.kept_groups, mixture.scale, vector(mixture.correction)};
+    if (routing.is_plain()) return choose(own, mixture.num_experts, mixture.per_token, routing.weighs_chosen, out);
+    choose(own, logits.row(scratch_.capacity + model_.pool.size() + thread), routing, out);
 }
 
 // Copies the quantised rows into the order of their slots, so that the rows of an expert are contiguous. Ends with a

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <vector>
 
@@ -12,6 +13,8 @@
 
 namespace kvl {
 
+constexpr int kMostGroupsOfExperts = 64;
+constexpr float kLeastTotal = 1e-20f;  // of the scores of a row's experts: what they are divided by is not smaller
 constexpr int kScoreRows = 4;  // rows of the router's weights that share each load of an activation
 
 struct Choice {
@@ -64,6 +67,75 @@ inline void choose(float* logits, int num_experts, int count, bool weighs_chosen
     }
     for (int i = 0; weighs_chosen && i < count; i++) total += out[i].weight;
     for (int i = 0; i < count; i++) out[i].weight /= total;
+}
+
+// How experts are chosen by scores: softmax or sigmoid of the logits, plus `correction` for the choice alone. Of `groups`
+// of equal size only the `kept_groups` with the largest sums of their two largest are chosen from. An expert's weight is
+// its score, divided by those of all that are chosen if weighs_chosen, times `scale`.
+struct Routing {
+    int num_experts, per_token;
+    bool weighs_chosen, is_sigmoid;
+    int groups, kept_groups;
+    float scale;
+    const float* correction;  // [num_experts]; null = none
+
+    // Whether choose() does the same.
+    bool is_plain() const { return !is_sigmoid && correction == nullptr && groups == kept_groups && scale == 1; }
+};
+
+// Turns logits [num_experts] into scores in place.
+inline void to_scores(float* logits, const Routing& routing) {
+    const int count = routing.num_experts;
+    const F32 one = splat(1), peak = splat(*std::max_element(logits, logits + count));
+    F32 sums = splat(0);
+    for (int e = 0; e < count; e += kLanes) {
+        const F32 logit = load(logits + e);
+        const F32 score = routing.is_sigmoid ? div(one, add(one, exp2(mul(logit, splat(-kLog2E)))))
+                                             : exp2(mul(sub(logit, peak), splat(kLog2E)));
+        store(logits + e, score);
+        sums = add(sums, first_lanes(score, count - e, 0));
+    }
+    const float total = sum(sums);
+    for (int e = 0; !routing.is_sigmoid && e < count; e++) logits[e] /= total;
+}
+
+// Sets the ranks of all but the kept groups to minus infinity; of equal groups the first ones are kept.
+inline void drop_groups(float* ranks, const Routing& routing) {
+    const int size = routing.num_experts / routing.groups;
+    const auto sum_of = [&](int group) {
+        float best = -std::numeric_limits<float>::infinity(), next = best;
+        for (int e = group * size; e < (group + 1) * size; e++) {
+            next = std::max(next, std::min(best, ranks[e]));
+            best = std::max(best, ranks[e]);
+        }
+        return best + next;
+    };
+    std::array<float, kMostGroupsOfExperts> sums;
+    for (int g = 0; g < routing.groups; g++) sums[size_t(g)] = sum_of(g);
+    for (int g = 0; g < routing.groups; g++) {
+        int better = 0;
+        for (int other = 0; other < routing.groups; other++)
+            better += sums[size_t(other)] > sums[size_t(g)] || (sums[size_t(other)] == sums[size_t(g)] && other < g);
+        if (better >= routing.kept_groups)
+            std::fill(ranks + g * size, ranks + (g + 1) * size, -std::numeric_limits<float>::infinity());
+    }
+}
+
+// Chooses experts as `routing` says, in descending order of rank, equal ones by ascending number. `logits` and `ranks`
+// must have room for a multiple of 16 floats, and are overwritten. With NaN the choice is arbitrary but valid.
+inline void choose(float* logits, float* ranks, const Routing& routing, Choice* out) {
+    to_scores(logits, routing);
+    for (int e = 0; e < routing.num_experts; e++) ranks[e] = logits[e] + (routing.correction ? routing.correction[e] : 0);
+    if (routing.kept_groups < routing.groups) drop_groups(ranks, routing);
+    float total = 0;
+    for (int i = 0; i < routing.per_token; i++) {
+        const int best = int(std::max_element(ranks, ranks + routing.num_experts) - ranks);
+        out[i] = {best, logits[best]};
+        total += logits[best];
+        ranks[best] = -std::numeric_limits<float>::infinity();
+    }
+    const float factor = routing.scale / (routing.weighs_chosen ? std::max(total, kLeastTotal) : 1);
+    for (int i = 0; i < routing.per_token; i++) out[i].weight *= factor;
 }
 
 // The rows of a step, grouped by expert. A slot is one row of one expert; slots [begin[g], begin[g + 1]) belong to

@@ -97,6 +97,7 @@ class Step {
     template <class Cache>
     void place_head(const kvl_instruction& instruction, int64_t token, int head, float* at);
     int64_t query_at(int64_t token, int head) const;
+    float growth_at(int position) const;
     void route(const kvl_instruction& instruction, int thread);
     void score_row(const kvl_mixture& mixture, int64_t row, const float* x, int thread);
     void choose_row(const kvl_mixture& mixture, int64_t row, int thread, Choice* out);

@@ -1,0 +1,84 @@
+"""Heads of q and k in halves: a spec rotates dimensions i and i + dim/2 of a head together, some files and adapters
+hold such partners side by side, as dimensions 2i and 2i + 1.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.quantized.numbers import Floats, Numbers
+from kvloom.checkpoints.source import RawTensor, Tensor, WeightSource
+
+Order = npt.NDArray[np.int64]
+
+
+def row_order(spec: DecoderSpec, name: str) -> Order | None:
+    """For each row of tensor `name` in halves its row where partners are side by side; None = rows are as they are."""
+    heads = {"q": spec.num_heads, "k": spec.num_kv_heads}.get(name.rsplit(".", 1)[-1].removesuffix("_bias"))
+    if heads is None:
+        return None
+    rotated = max((rope.dim for rope in spec.ropes), default=spec.head_dim)
+    of_head = np.arange(spec.head_dim)
+    of_head[:rotated] = of_head[:rotated].reshape(-1, 2).T.reshape(-1)
+    return (np.arange(heads)[:, None] * spec.head_dim + of_head).reshape(-1)
+
+
+class HalvedHeads:
+    """A WeightSource over one whose queries and keys have partners side by side; values and forms are its own."""
+
+    def __init__(self, source: WeightSource, spec: DecoderSpec) -> None:
+        assert not spec.qk_norm, "weights of such norms would be in the other order, too"
+        self._source, self._spec = source, spec
+
+    def names(self) -> list[str]:
+        return self._source.names()
+
+    def form(self, name: str) -> str:
+        return self._source.form(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """Raises ModelError when the spec has no such tensor."""
+        whole, order = self._source.tensor(name), row_order(self._spec, name)
+        if order is None:
+            return whole
+        if not isinstance(whole, RawTensor) or len(whole.shape) == 1:
+            return _Reordered(whole, order)
+        data = whole.data[order]
+        data.flags.writeable = False
+        return replace(whole, data=data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reordered:
+    """Rows of a tensor, or numbers of a vector, in another order; it is read whole."""
+
+    whole: Tensor
+    order: Order
+
+    @property
+    def name(self) -> str:
+        return self.whole.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape
+
+    @property
+    def form(self) -> str:
+        return self.whole.form
+
+    def number_pieces(self) -> Iterator[tuple[int, Numbers]]:
+        parts = [numbers for _, numbers in self.whole.number_pieces()]
+        values, scales = (np.concatenate([getattr(part, key) for part in parts]) for key in ("values", "scales"))
+        least = [part.minimums for part in parts if part.minimums is not None]
+        lowest = np.concatenate(least)[self.order] if least else None
+        yield 0, Numbers(values[self.order], scales[self.order], lowest, parts[0].run)
+
+    def float32(self) -> Floats:
+        return self.whole.float32()[self.order]
+
+    def float32_pieces(self) -> Iterator[tuple[int, Floats]]:
+        yield 0, self.float32()
