@@ -11,24 +11,31 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from kvloom.contract.errors import BadRequest
 from kvloom.server.chat.regexes import ascii_lark, ascii_regex
-from kvloom.server.chat.schemas import plain_schema
+from kvloom.server.chat.schemas import plain_schema, without_patterns
 from kvloom.server.serving.inline import may_take_long
+from kvloom.server.serving.notes import note
 
 # one space after commas and colons, none elsewhere: otherwise small models write spaces up to their limit
 _JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LENIENT: Any = {**_JSON_FORM, "lenient": True}
 MAX_CHARS = 200_000
 _INLINE_CHARS = 2000  # characters of a schema, an expression or a list of texts that compile within a few milliseconds
 
 
-def json_grammar(schema: dict[str, Any] | str | bool, field: str) -> str:
-    """From a JSON schema (draft 2020-12 as far as llguidance supports it), as object or text. Raises BadRequest."""
+def json_grammar(schema: dict[str, Any] | str | bool, field: str, is_strict: bool = False) -> str:
+    """From a JSON schema (draft 2020-12 as far as llguidance supports it), as object or text. Raises BadRequest.
+
+    What llguidance cannot hold is left out, which a note tells the caller; if `is_strict`, the schema is refused.
+    """
     try:
         known = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(known, dict | bool):
             raise BadRequest(field, "must be a JSON schema: an object")
         check_size(json.dumps(known), field)
-        text = json.dumps(plain_schema(known, field))
-        return checked_grammar(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON_FORM), field)
+        plain = plain_schema(known, field)
+        text = json.dumps(plain if is_strict else without_patterns(plain, holds_pattern))
+        form: Any = _JSON_FORM if is_strict else _LENIENT
+        return checked_grammar(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=form), field)
     except (ValueError, RecursionError) as error:
         raise BadRequest(field, f"is no JSON schema: {error}") from None
 
@@ -74,9 +81,9 @@ def check_size(text: str, field: str) -> None:
         may_take_long()
 
 
-def inner_schema(schema: Any, field: str) -> Any:
-    """A JSON schema as part of a Lark grammar, after `%json`: serialised in the same form. Raises BadRequest."""
-    grammar: dict[str, Any] = json.loads(json_grammar(schema, field))
+def inner_schema(schema: Any, field: str, is_strict: bool = False) -> Any:
+    """A JSON schema as part of a Lark grammar, after `%json`: serialised in the same form. See json_grammar."""
+    grammar: dict[str, Any] = json.loads(json_grammar(schema, field, is_strict))
     return grammar["grammars"][0]["json_schema"]
 
 
@@ -85,4 +92,12 @@ def checked_grammar(grammar: str, field: str) -> str:
     is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
         raise BadRequest(field, f"cannot be used: {' '.join(messages[0].split())[:500]}")
+    for message in messages:
+        note(f"{field} is not held in full: {message}")
     return grammar
+
+
+def holds_pattern(pattern: str) -> bool:
+    """Whether llguidance can hold answers to a regular expression of a schema: it has no look-around."""
+    is_error, _ = llguidance.LLMatcher.validate_grammar_with_warnings(llguidance.LLMatcher.grammar_from_regex(pattern))
+    return not is_error

@@ -142,7 +142,7 @@ def _with(schema: Any, shared: dict[str, Any]) -> Any:
 
 def _json(schema: Any, tool: Tool) -> str:
     """Raises BadRequest."""
-    return "%json " + json.dumps(inner_schema(schema, tool.schema_field))
+    return "%json " + json.dumps(inner_schema(schema, tool.schema_field, tool.is_strict))
 
 
 def _literal(text: str) -> str:

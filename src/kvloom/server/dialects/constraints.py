@@ -28,7 +28,7 @@ _NOTHING = (None, False, "")
 
 
 class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's json_schema; answers follow the schema whether `strict` says so or not."""
+    """OpenAI's json_schema; answers follow the schema whether `strict` says so or not, in full if it says so."""
 
     name: str | None = None
     schema: Schema | None = None
@@ -39,7 +39,7 @@ class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Raises BadRequest."""
         if self.schema is None:
             raise BadRequest(f"{field}.schema", "is required")
-        return json_grammar(self.schema, f"{field}.schema")
+        return json_grammar(self.schema, f"{field}.schema", self.strict is True)
 
 
 def _object(_: Any, field: str) -> str:

@@ -1,9 +1,10 @@
 """Job and Writer: what a dialect makes of a request, without I/O; `answer`: the one loop that runs all jobs."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -84,7 +85,7 @@ class Job:
 
     With `tells_prompt` the prompts are part of the answer. `timing` is kept up to date while the job runs; its writer
     may read it. `beside` is a context around the deltas: it is left before the end is written, and may swallow a
-    ServingError.
+    ServingError. `notes` say what of the request was left out.
     """
 
     service: GenerationService
@@ -96,18 +97,30 @@ class Job:
     keep_alive: bytes = sse.KEEP_ALIVE  # sent by a stream that has begun and is silent; b"" = nothing
     timing: Timing = field(default_factory=Timing)
     beside: AbstractAsyncContextManager[object, bool | None] = field(default_factory=nullcontext)
+    notes: tuple[str, ...] = ()
 
 
 # Deltas of each choice that a whole answer is told of at once: it costs less, and the list of running requests still
 # shows how it goes on.
 _TOGETHER = 16
+NOTES_HEADER = "x-warning"
+log = logging.getLogger(__name__)
 
 
 async def answer(job: Job) -> Reply:
-    """Run a job. The reply is whole, or a stream whose first frames are ready.
+    """Run a job. The reply is whole, or a stream whose first frames are ready; its header NOTES_HEADER has the notes.
 
     Raises ServingError before the reply, so that the error gets a status.
     """
+    reply = await _answer(job)
+    if not job.notes:
+        return reply
+    told = "; ".join(job.notes)
+    log.info("%s", told)
+    return replace(reply, headers={**reply.headers, NOTES_HEADER: told})
+
+
+async def _answer(job: Job) -> Reply:
     if job.is_streamed:
         return await begun(_frames(job), job.media_type)
     count = job.generation.num_prompt_tokens if job.tells_prompt else 0

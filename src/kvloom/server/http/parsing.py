@@ -25,9 +25,11 @@ from kvloom.contract.errors import NotFound, Overloaded, ServingError
 from kvloom.contract.images import Sight
 from kvloom.processes.child import signals_held_at_start
 from kvloom.server.errors import BUG_TEXT, TooLarge
+from kvloom.server.http.job import Job
 from kvloom.server.http.reply import Endpoint, HttpRequest
 from kvloom.server.http.turns import Turns
 from kvloom.server.serving.inline import NotInline, inline
+from kvloom.server.serving.notes import noting
 from kvloom.server.serving.options import WireOptions
 from kvloom.server.serving.registry import AdapterNames, Models
 from kvloom.server.serving.service import GenerationService
@@ -94,11 +96,12 @@ def dumped(value: Any) -> list[bytes | memoryview]:
 def parsed(endpoint: Endpoint, request: HttpRequest) -> Any:
     """The endpoint's result for the request, or the Look that must come first. Raises ServingError."""
     assert endpoint.parse is not None
-    with seeing(request.seen):
+    with seeing(request.seen), noting() as notes:
         try:
-            return endpoint.parse(request)
+            found = endpoint.parse(request)
         except NotSeen as wanted:
             return wanted.look
+    return replace(found, notes=tuple(notes)) if notes and isinstance(found, Job) else found
 
 
 def send_parts(sock: socket.socket, parts: Sequence[bytes | memoryview]) -> None:

@@ -45,7 +45,7 @@ class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str | None = None
     schema: dict[str, Any] | None = None  # of a json_object too, as in other servers
     description: str | None = None
-    strict: bool | None = None  # answers follow the schema whether it says so or not
+    strict: bool | None = None  # answers follow the schema whether it says so or not, in full if it says so
 
     def grammar(self) -> str:
         """What the answer must match, "" = anything. Raises BadRequest."""
@@ -57,7 +57,7 @@ class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             if self.type == "json_object":
                 return object_grammar("text.format")
             raise BadRequest("text.format.schema", "is required")
-        return json_grammar(self.schema, "text.format.schema")
+        return json_grammar(self.schema, "text.format.schema", self.strict is True)
 
 
 class Text(msgspec.Struct, kw_only=True):
