@@ -11,7 +11,7 @@ import json
 
 from benches.kernels.formats import RandomFile, q4_k_m, random_rows
 from kvloom.bench.kernels import measure
-from kvloom.checkpoints.families.spec import DecoderSpec, Experts, Layer, Rope
+from kvloom.checkpoints.families.spec import Attention, DecoderSpec, Experts, Layer, Rope
 from kvloom.checkpoints.quantized.blocks import KINDS
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 
@@ -20,8 +20,8 @@ HIDDEN, INTERMEDIATE, HEADS, HEAD_DIM, VOCAB, PER_TOKEN = 2048, 1024, 16, 128, 5
 
 def olmoe(num_layers: int, num_experts: int) -> DecoderSpec:
     rope = Rope(tuple(float(10_000.0 ** (-2 * i / HEAD_DIM)) for i in range(HEAD_DIM // 2)))
-    layers = (Layer(rope, has_experts=True),) * num_layers
-    sizes = (HIDDEN, INTERMEDIATE, HEADS, HEADS, HEAD_DIM, VOCAB)
+    layers = (Layer(Attention(HEADS, HEADS, HEAD_DIM, rope), has_experts=True),) * num_layers
+    sizes = (HIDDEN, INTERMEDIATE, VOCAB)
     experts = Experts(num_experts, PER_TOKEN, INTERMEDIATE, weighs_chosen=False)
     return DecoderSpec("olmoe", *sizes, 4096, layers, 1e-5, tie_embeddings=True, experts=experts)
 

@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 
 from kvloom.bench.kernels import measure
-from kvloom.checkpoints.families.spec import DecoderSpec, Layer, Rope
+from kvloom.checkpoints.families.spec import Attention, DecoderSpec, Layer, Rope
 from kvloom.checkpoints.quantized.blocks import KINDS, form_of
 from kvloom.checkpoints.source import RawTensor, Tensor, as_rows
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
@@ -26,8 +26,9 @@ _SCALES_AT = {"q6_k": (208,), "q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q
 
 def llama(num_layers: int) -> DecoderSpec:
     rope = Rope(tuple(float(500_000.0 ** (-2 * i / HEAD_DIM)) for i in range(HEAD_DIM // 2)))
-    sizes = (HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB)
-    return DecoderSpec("llama", *sizes, 8192, (Layer(rope),) * num_layers, 1e-5, tie_embeddings=True)
+    sizes = (HIDDEN, INTERMEDIATE, VOCAB)
+    layers = (Layer(Attention(HEADS, KV_HEADS, HEAD_DIM, rope)),) * num_layers
+    return DecoderSpec("llama", *sizes, 8192, layers, 1e-5, tie_embeddings=True)
 
 
 def q4_k_m(num_layers: int) -> KindOf:

@@ -71,7 +71,7 @@ def reach_of(spec: DecoderSpec) -> int:
     """See RankInfo.reach: the widest window, plus what the kernels read with it, because they read keys 128 at a
     time.
     """
-    windows = [layer.window or 0 for layer in spec.layers]
+    windows = [layer.mixer.window or 0 for layer in spec.layers]
     return max(windows) + _KEYS_AT_ONCE - 1 if all(windows) and not spec.sees_ahead else 0
 
 

@@ -2,17 +2,26 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import gguf
 import numpy as np
 import torch
 
-from kvloom.checkpoints.families.spec import DecoderSpec, Experts, Layer, Rope
+from kvloom.checkpoints.families.spec import Attention, DecoderSpec, Experts, Layer, Rope
 from kvloom.checkpoints.quantized.packed import PackedMatrix, Part
 from kvloom.checkpoints.quantized.scheme import Scheme
 from kvloom.checkpoints.source import RawTensor, Tensor
 from kvloom.rank.kernels.backend import Backend, Head, Ints, Ragged
+
+
+class Plan(NamedTuple):
+    """A layer of tiny_spec, without the sizes that all its layers share."""
+
+    rope: Rope | None
+    window: int | None = None
+    has_experts: bool = False
 
 
 def tiny_spec(
@@ -24,13 +33,13 @@ def tiny_spec(
     kv_heads: int = 2,
     head_dim: int = 32,
     vocab: int = 101,
-    layers: tuple[Layer, ...] = (),
+    layers: tuple[Plan, ...] = (),
     **switches: object,
 ) -> DecoderSpec:
-    layers = layers or (Layer(rope_of(head_dim)),) * 2
-    return DecoderSpec(
-        family, hidden, intermediate, heads, kv_heads, head_dim, vocab, 2048, layers, 1e-5, True, **switches
-    )
+    plans = layers or (Plan(rope_of(head_dim)),) * 2
+    sizes = Attention(heads, kv_heads, head_dim)
+    own = (Layer(replace(sizes, rope=plan.rope, window=plan.window), plan.has_experts) for plan in plans)
+    return DecoderSpec(family, hidden, intermediate, vocab, 2048, tuple(own), 1e-5, True, **switches)
 
 
 def rope_of(dim: int, theta: float = 10000.0, factor: float = 1.0) -> Rope:
@@ -41,7 +50,7 @@ SPECS = {
     "llama": tiny_spec(),
     "llama, own head": tiny_spec(vocab=96),
     "smollm2 heads": tiny_spec(hidden=192, intermediate=200, heads=9, kv_heads=3, head_dim=64),
-    "mistral": tiny_spec("mistral", heads=4, kv_heads=1, head_dim=96, layers=(Layer(rope_of(96), 37),) * 2),
+    "mistral": tiny_spec("mistral", heads=4, kv_heads=1, head_dim=96, layers=(Plan(rope_of(96), 37),) * 2),
     "qwen2": tiny_spec("qwen2", heads=14, kv_heads=2, head_dim=64, qkv_bias=True),
     "qwen3": tiny_spec("qwen3", heads=2, kv_heads=2, head_dim=128, qk_norm="head"),
     "gelu, uneven sizes": tiny_spec(
@@ -50,7 +59,7 @@ SPECS = {
     "gemma2": tiny_spec(
         "gemma2",
         hidden=72,
-        layers=(Layer(rope_of(32), 21), Layer(rope_of(32, 1e6, 1.1))),
+        layers=(Plan(rope_of(32), 21), Plan(rope_of(32, 1e6, 1.1))),
         qk_norm="head",
         norms="both",
         activation="gelu_tanh",
@@ -60,12 +69,12 @@ SPECS = {
         logit_softcap=5.0,
     ),
     "olmo3": tiny_spec(
-        "olmo", qk_norm="row", norms="post", head_dim=64, layers=(Layer(rope_of(64), 140), Layer(rope_of(64)))
+        "olmo", qk_norm="row", norms="post", head_dim=64, layers=(Plan(rope_of(64), 140), Plan(rope_of(64)))
     ),
     "granite with half of each head rotated": tiny_spec(
         "granite",
         head_dim=64,
-        layers=(Layer(rope_of(32)), Layer(None)),
+        layers=(Plan(rope_of(32)), Plan(None)),
         embed_scale=3.0,
         residual_scale=0.4,
         attention_scale=0.1,
@@ -77,13 +86,13 @@ SPECS = {
 SPECS |= {
     "mixture of experts": tiny_spec(
         "mixtral",
-        layers=(Layer(rope_of(32)), Layer(rope_of(32), has_experts=True)),  # an MLP narrower than the shared expert
+        layers=(Plan(rope_of(32)), Plan(rope_of(32), has_experts=True)),  # an MLP narrower than the shared expert
         experts=Experts(5, 2, 40, shared=100),
     ),
     "gpt-oss": tiny_spec(
         "gpt-oss",
         hidden=72,
-        layers=(Layer(rope_of(32), 21, has_experts=True), Layer(rope_of(32, 1e6, 1.1), has_experts=True)),
+        layers=(Plan(rope_of(32), 21, has_experts=True), Plan(rope_of(32, 1e6, 1.1), has_experts=True)),
         activation="clamped",
         glu_limit=1.5,
         glu_alpha=1.7,
@@ -99,7 +108,7 @@ SPECS |= {
 SPECS |= {
     "experts in groups": tiny_spec(
         "glm4_moe",
-        layers=(Layer(rope_of(32)), Layer(rope_of(32), has_experts=True)),
+        layers=(Plan(rope_of(32)), Plan(rope_of(32), has_experts=True)),
         experts=Experts(
             8,
             3,

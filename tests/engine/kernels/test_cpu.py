@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.checkpoints.families.spec import Layer
 from kvloom.contract.errors import ModelError
 from kvloom.contract.request import GREEDY_BELOW
 from kvloom.rank.kernels import build
@@ -23,6 +22,7 @@ from .models import (
     MIXED,
     SPECS,
     MemoryWeights,
+    Plan,
     all_logits,
     four_bit,
     int32,
@@ -364,7 +364,7 @@ def test_what_the_kernels_lack_is_refused_by_name():
     with pytest.raises(ModelError, match="head size 80"):
         CpuBackend(tiny_spec(head_dim=80), random_weights(tiny_spec()), 4)
     with pytest.raises(ModelError, match="rotary embedding of 48 dimensions"):
-        CpuBackend(tiny_spec(layers=(Layer(rope_of(48)),)), random_weights(tiny_spec()), 4)
+        CpuBackend(tiny_spec(layers=(Plan(rope_of(48)),)), random_weights(tiny_spec()), 4)
     with pytest.raises(ModelError, match="weight format w2"):
         CpuBackend(tiny_spec(), random_weights(tiny_spec()), 4, CpuOptions(weight_format="w2"))
     with pytest.raises(ModelError, match="KV cache type fp8"):
@@ -374,7 +374,7 @@ def test_what_the_kernels_lack_is_refused_by_name():
 
 
 def test_cosines_and_sines_are_the_nearest_of_float32_angles_on_every_machine():
-    rope = SPECS["llama"].layers[0].rope
+    rope = SPECS["llama"].layers[0].mixer.rope
     table = rope_table(rope, 300)
     for position in (0, 1, 7, 299):
         angles = np.float32(position) * np.array(rope.inv_freq, np.float32)

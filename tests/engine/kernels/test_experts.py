@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvloom.checkpoints import footprint
-from kvloom.checkpoints.families.spec import Experts, Layer
+from kvloom.checkpoints.families.spec import Experts
 from kvloom.checkpoints.fingerprint import stamp
 from kvloom.contract.config import EngineConfig
 from kvloom.rank.kernels import build
@@ -16,14 +16,14 @@ from kvloom.rank.kernels.kept import KeptWeights
 from kvloom.rank.kernels.packed import Packed
 from kvloom.rank.kernels.reference import ReferenceBackend
 
-from .models import MemoryWeights, all_logits, ragged, random_blocks, random_weights, rope_of, tiny_spec
+from .models import MemoryWeights, Plan, all_logits, ragged, random_blocks, random_weights, rope_of, tiny_spec
 
 AVAILABLE = [isa for isa, (_, needed) in build.ISAS.items() if needed <= build.cpu_flags()]
 SPARSE = tiny_spec(
     "qwen3_moe",
     hidden=256,
     head_dim=64,
-    layers=(Layer(rope_of(64), has_experts=True),) * 2,
+    layers=(Plan(rope_of(64), has_experts=True),) * 2,
     experts=Experts(6, 2, 256, weighs_chosen=False, has_bias=True),
 )
 NEVER = 4  # an expert that is never chosen

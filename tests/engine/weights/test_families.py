@@ -177,7 +177,7 @@ def test_long_rope_takes_the_short_factors_where_no_sequence_is_longer_than_the_
     short = ReferenceBackend(checkpoint.spec.served(64), checkpoint.weights, 4)
     torch.testing.assert_close(run_step(short, [TOKENS], [[2]]), wanted, atol=2e-4, rtol=1e-4)
     assert checkpoint.spec.served(65) is checkpoint.spec
-    assert checkpoint.spec.layers[0].rope.inv_freq != checkpoint.spec.served(64).layers[0].rope.inv_freq
+    assert checkpoint.spec.layers[0].mixer.rope.inv_freq != checkpoint.spec.served(64).layers[0].mixer.rope.inv_freq
 
 
 @pytest.mark.parametrize(
@@ -201,19 +201,19 @@ def test_long_rope_takes_the_short_factors_where_no_sequence_is_longer_than_the_
     ],
 )
 def test_which_layers_have_a_window(arch, more, windows):
-    assert [layer.window for layer in FAMILIES[arch].spec(SHAPE | more).layers] == windows
+    assert [layer.mixer.window for layer in FAMILIES[arch].spec(SHAPE | more).layers] == windows
 
 
 def test_an_older_gemma3_configuration_gives_local_layers_their_own_base_and_no_scaling():
     older = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     layers = FAMILIES["Gemma3ForCausalLM"].spec(SHAPE | older | {"head_dim": 32}).layers
-    assert layers[0].rope == build_rope(32, 1e4, {}, 256)
-    assert layers[5].rope == build_rope(32, 1e6, {"rope_type": "linear", "factor": 8.0}, 256)
+    assert layers[0].mixer.rope == build_rope(32, 1e4, {}, 256)
+    assert layers[5].mixer.rope == build_rope(32, 1e6, {"rope_type": "linear", "factor": 8.0}, 256)
 
 
 def test_every_fourth_layer_of_smollm3_has_no_rope_where_the_configuration_is_silent():
     layers = FAMILIES["smollm3"].spec(SHAPE).layers
-    assert [layer.rope is None for layer in layers] == [False, False, False, True] * 2
+    assert [layer.mixer.rope is None for layer in layers] == [False, False, False, True] * 2
 
 
 @pytest.mark.parametrize(("layers", "scale"), [(46, 16**-0.5), (26, 32**-0.5)])
@@ -238,7 +238,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 )
 def test_settings_of_the_rotary_embedding_that_say_the_same_are_read(more, theta):
     layers = FAMILIES["Qwen2ForCausalLM"].spec(SHAPE | {"head_dim": 32} | more).layers
-    assert layers[0].rope == build_rope(32, theta, {}, 256)
+    assert layers[0].mixer.rope == build_rope(32, theta, {}, 256)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def spec_of(arch: str, **more: Any) -> Any:
 
 
 def windows(arch: str, **more: Any) -> list[int | None]:
-    return [layer.window for layer in spec_of(arch, **more).layers]
+    return [layer.mixer.window for layer in spec_of(arch, **more).layers]
 
 
 @pytest.mark.parametrize("arch", ["phi3", "llama", "gemma2", "gemma3", "olmo2", "smollm3", "qwen2", "qwen3", "granite"])
@@ -42,7 +42,7 @@ def test_a_window_of_0_is_none(arch: str):
 
 def test_a_file_with_a_window_of_0_is_opened(tmp_path: Path):
     path = write(tmp_path / "m.gguf", tiny_model("phi3"), "phi3", phi3__attention__sliding_window=0)
-    assert {layer.window for layer in open_checkpoint(path).spec.layers} == {None}
+    assert {layer.mixer.window for layer in open_checkpoint(path).spec.layers} == {None}
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_a_factor_without_a_type_is_a_linear_one(key: str):
 
 def test_granite_without_trained_positions_has_no_rope():
     layers = spec_of("granite", **{"rope.scaling.finetuned": False}).layers
-    assert [layer.rope for layer in layers] == [None] * 8
-    assert None not in [layer.rope for layer in spec_of("granite", **{"rope.scaling.finetuned": True}).layers]
-    assert None not in [layer.rope for layer in spec_of("llama", **{"rope.scaling.finetuned": False}).layers]
+    assert [layer.mixer.rope for layer in layers] == [None] * 8
+    assert None not in [layer.mixer.rope for layer in spec_of("granite", **{"rope.scaling.finetuned": True}).layers]
+    assert None not in [layer.mixer.rope for layer in spec_of("llama", **{"rope.scaling.finetuned": False}).layers]
 
 
 BARE = {
@@ -103,14 +103,16 @@ def test_a_folder_that_says_only_its_sizes_is_what_transformers_makes_of_it(name
     spec = FAMILIES[name].spec(BARE)
     window = getattr(theirs, "sliding_window", None) if getattr(theirs, "use_sliding_window", True) else None
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 8
-    assert [layer.window for layer in spec.layers] == [
+    assert [layer.mixer.window for layer in spec.layers] == [
         window if kind == "sliding_attention" and window else None for kind in kinds
     ]
     ropes = theirs.rope_parameters
     thetas = [ropes.get(kind, ropes)["rope_theta"] for kind in kinds]
     if name not in ("GptOssForCausalLM", "Ministral3ForCausalLM"):  # silent, they have YaRN there; no file is
         for layer, theta in zip(spec.layers, thetas, strict=True):
-            assert layer.rope is None or layer.rope.inv_freq[1] == pytest.approx(theta ** (-2 / layer.rope.dim))
+            assert layer.mixer.rope is None or layer.mixer.rope.inv_freq[1] == pytest.approx(
+                theta ** (-2 / layer.mixer.rope.dim)
+            )
     assert spec.num_kv_heads == theirs.num_key_value_heads
     assert spec.norm_eps == theirs.rms_norm_eps
     assert spec.max_seq_len == theirs.max_position_embeddings

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from kvloom.checkpoints.families.expert_layers import Mixture, Stacking, experts_of, sparse_layers
 from kvloom.checkpoints.families.positions import layers_of, sees_ahead
-from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.families.spec import Attention, DecoderSpec
 from kvloom.checkpoints.families.values import count, flag, positive
 from kvloom.contract.errors import ModelError
 
@@ -77,7 +77,7 @@ class Family:
         for key in _BIASES if own.get("qkv_bias", self.qkv_bias) else ("attention_bias", *_BIASES):
             if flag(config, key):
                 raise ModelError(f"{self.name} with {key} is not supported")
-        layers = layers_of(config, head_dim, max_seq_len)
+        layers = layers_of(config, Attention(heads, kv_heads, head_dim), max_seq_len)
         experts = experts_of(config, self.mixture, len(layers)) if self.mixture else None
         ahead = sees_ahead(config)
         sparse = sparse_layers(config, len(layers)) if experts else [False] * len(layers)
@@ -85,9 +85,6 @@ class Family:
             family=self.name,
             hidden=hidden,
             intermediate=count(config, "intermediate_size"),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
             vocab_size=count(config, "vocab_size"),
             max_seq_len=max_seq_len,
             layers=tuple(replace(layer, has_experts=own) for layer, own in zip(layers, sparse, strict=True)),

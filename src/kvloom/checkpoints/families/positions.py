@@ -1,10 +1,11 @@
 """Positions and windows of each layer from a configuration: sliding windows, rotary embeddings, layers without any."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvloom.checkpoints.families.rope import ROPE_FIELDS, build_rope
-from kvloom.checkpoints.families.spec import Layer, Rope
+from kvloom.checkpoints.families.spec import Attention, Layer, Rope
 from kvloom.checkpoints.families.values import count, flag, positive, short
 from kvloom.checkpoints.fields import unknown_field
 from kvloom.contract.errors import ModelError
@@ -17,8 +18,9 @@ def sees_ahead(config: Mapping[str, Any]) -> bool:
     return flag(config, "use_bidirectional_attention") or not flag(config, "is_causal", default=True)
 
 
-def layers_of(config: Mapping[str, Any], head_dim: int, max_seq_len: int) -> tuple[Layer, ...]:
-    """The layers of a configuration. Keys are Hugging Face's, and some that families give as defaults:
+def layers_of(config: Mapping[str, Any], sizes: Attention, max_seq_len: int) -> tuple[Layer, ...]:
+    """The layers of a configuration, with the heads of `sizes`. Keys are Hugging Face's, and some that families give as
+    defaults:
     `window_needs_switch`: sliding_window only counts if use_sliding_window is true; `rope_local_unscaled`: rope_scaling
     does not apply to layers with a window; `rope_truncate`: YaRN's truncate if rope_scaling has none;
     `rope_in_windows`: where some layers have a window, the others have no rotary embedding; `rope_own_fields`: of
@@ -28,12 +30,12 @@ def layers_of(config: Mapping[str, Any], head_dim: int, max_seq_len: int) -> tup
     """
     num_layers = count(config, "num_hidden_layers")
     windows = _windows(config, num_layers)
-    ropes = {kind: _rope(config, kind, head_dim, max_seq_len) for kind in (LOCAL, FULL)}
+    ropes = {kind: _rope(config, kind, sizes.head_dim, max_seq_len) for kind in (LOCAL, FULL)}
     uses_rope = _uses_rope(config, num_layers)
     if config.get("rope_in_windows") and config.get("sliding_window") is not None:
         uses_rope = [window is not None for window in windows]
     return tuple(
-        Layer(ropes[LOCAL if window else FULL] if is_used else None, window)
+        Layer(replace(sizes, rope=ropes[LOCAL if window else FULL] if is_used else None, window=window))
         for window, is_used in zip(windows, uses_rope, strict=True)
     )
 

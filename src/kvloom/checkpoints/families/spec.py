@@ -4,8 +4,11 @@ A family (llama.py, gemma.py, ...) turns a checkpoint's configuration into a Dec
 backends read the spec and know no family.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
+
+from kvloom.contract.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +31,33 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Attention:
+    """A mixer of tokens: softmax attention over keys and values, which are kept of every token. Each KV head serves
+    num_heads / num_kv_heads query heads.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope | None = None  # None = queries and keys without positions
+    window: int | None = None  # tokens that a query attends to on each visible side, itself included; None = all
+
+    @property
+    def q_size(self) -> int:
+        """Channels of all queries of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Channels of all keys, and of all values, of a token."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """Properties in which the layers of one model may differ."""
 
-    rope: Rope | None  # None = queries and keys without positions
-    window: int | None = None  # tokens that a query attends to on each visible side, itself included; None = all
+    mixer: Attention
     has_experts: bool = False  # in place of one MLP
 
 
@@ -92,9 +117,6 @@ class DecoderSpec:
     family: str
     hidden: int
     intermediate: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
     max_seq_len: int
     layers: tuple[Layer, ...]
@@ -128,9 +150,33 @@ class DecoderSpec:
         return len(self.layers)
 
     @property
+    def num_heads(self) -> int:
+        """Of every layer. Raises ModelError where layers differ, and so do num_kv_heads and head_dim: caches and
+        kernels have one size.
+        """
+        return self._same("num_heads")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """See num_heads."""
+        return self._same("num_kv_heads")
+
+    @property
+    def head_dim(self) -> int:
+        """See num_heads."""
+        return self._same("head_dim")
+
+    def _same(self, name: str) -> int:
+        sizes = sorted({getattr(layer.mixer, name) for layer in self.layers})
+        if len(sizes) != 1:
+            told = " and ".join(map(str, sizes))
+            raise ModelError(f"{self.family} with layers of different {name} is not supported, got {told}")
+        return int(sizes[0])
+
+    @property
     def ropes(self) -> tuple[Rope, ...]:
         """The distinct Ropes of all layers."""
-        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
+        return tuple(dict.fromkeys(layer.mixer.rope for layer in self.layers if layer.mixer.rope is not None))
 
     def without_head(self) -> "DecoderSpec":
         """The same model without a head, for its states."""
@@ -139,24 +185,28 @@ class DecoderSpec:
     def served(self, max_seq_len: int) -> "DecoderSpec":
         """The spec to compute with if no sequence is longer than `max_seq_len` tokens."""
         short = {rope: replace(rope, inv_freq=rope.short_freq) for rope in self.ropes if max_seq_len <= rope.short_len}
-        layers = (
-            replace(layer, rope=short.get(layer.rope, layer.rope) if layer.rope else None) for layer in self.layers
+        mixers = (layer.mixer for layer in self.layers)
+        turned = (replace(own, rope=short.get(own.rope, own.rope) if own.rope else None) for own in mixers)
+        return self.with_mixers(tuple(turned)) if short else self
+
+    def with_mixers(self, mixers: Sequence[Attention]) -> "DecoderSpec":
+        """The same model with other mixers, one for each layer."""
+        return replace(
+            self, layers=tuple(replace(layer, mixer=own) for layer, own in zip(self.layers, mixers, strict=True))
         )
-        return replace(self, layers=tuple(layers)) if short else self
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor a checkpoint of this spec must hold, by canonical name."""
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden)} | self._outer_shapes()
         if self.has_logits and not self.tie_embeddings:
             shapes["head"] = (self.vocab_size, self.hidden)
-        rest = self._layer_shapes()
         dense = _mlp_shapes(self.hidden, self.intermediate)
         if self.encoder:
             del dense["gate"]
             dense |= {"up_bias": (self.intermediate,), "down_bias": (self.hidden,)}
         sparse = _expert_shapes(self.hidden, self.experts) if self.experts else {}
         for index, layer in enumerate(self.layers):
-            own = rest | (sparse if layer.has_experts else dense)
+            own = self._layer_shapes(layer.mixer) | (sparse if layer.has_experts else dense)
             shapes |= {f"layers.{index}.{name}": shape for name, shape in own.items()}
         return shapes
 
@@ -172,8 +222,9 @@ class DecoderSpec:
             "embed_norm_bias": (self.hidden,),
         }
 
-    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+    def _layer_shapes(self, mixer: Attention) -> dict[str, tuple[int, ...]]:
+        """Of the mixer and the norms of its layer."""
+        q_size, kv_size, head_dim = mixer.q_size, mixer.kv_size, mixer.head_dim
         before = {"attn_norm": (self.hidden,)} if self.norms in ("pre", "both") else {}
         layer: dict[str, tuple[int, ...]] = before | {
             "q": (q_size, self.hidden),
@@ -190,12 +241,12 @@ class DecoderSpec:
         if self.qkv_bias:
             layer |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
         if self.qk_norm:
-            sizes = (self.head_dim, self.head_dim) if self.qk_norm != "row" else (q_size, kv_size)
+            sizes = (head_dim, head_dim) if self.qk_norm != "row" else (q_size, kv_size)
             layer |= {"q_norm": sizes[:1], "k_norm": sizes[1:]}
         if self.o_bias:
             layer["o_bias"] = (self.hidden,)
         if self.has_sinks:
-            layer["sinks"] = (self.num_heads,)
+            layer["sinks"] = (mixer.num_heads,)
         return layer
 
 

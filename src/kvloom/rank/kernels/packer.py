@@ -132,8 +132,8 @@ class Packer:
                     progress(self.num_bytes * done // total, self.num_bytes)
 
     def _declare_attention(self, layer: int, at: str) -> None:
-        spec = self._spec
-        q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        spec, own = self._spec, self._spec.layers[layer].mixer
+        q_rows, kv_rows = own.q_size, own.kv_size
         parts = ((at + "q", 0), (at + "k", q_rows), (at + "v", q_rows + kv_rows))
         qkv = self._program.linear(q_rows + 2 * kv_rows, spec.hidden, *parts)
         out = self._program.linear(spec.hidden, q_rows, (at + "o", 0))
@@ -145,7 +145,6 @@ class Packer:
                 "vector2": self._program.vector(at + "k_norm"),
                 "source": _NORMS[spec.qk_norm],
             }
-        own = spec.layers[layer]
         self._emit_input(qkv, at + "attn_norm")
         self._program.emit(cpu_abi.LINEAR, linear=qkv, epilogue=cpu_abi.TO_QKV, vector=bias)
         rope = cpu_abi.NONE if own.rope is None else self._ropes[own.rope]

@@ -195,7 +195,8 @@ class ReferenceBackend:
         slots = blocks[keys // self.block_size] * self.block_size + keys % self.block_size
         turns = {rope: self._turns(rope, pos) for rope in spec.ropes}
         masks = {
-            window: _mask(keys, pos, window, spec.sees_ahead) for window in {layer.window for layer in spec.layers}
+            window: _mask(keys, pos, window, spec.sees_ahead)
+            for window in {layer.mixer.window for layer in spec.layers}
         }
         context = _Context(turns, pos, slots[pos], slots, masks)
         for layer in range(spec.num_layers):
@@ -223,11 +224,11 @@ class ReferenceBackend:
     def _attend(self, layer: int, x: Tensor, context: _Context) -> Tensor:
         """Write keys and values of x [T, hidden] to the cache, and return the attention output."""
         at = f"layers.{layer}."
-        own = self.spec.layers[layer]
+        own = self.spec.layers[layer].mixer
         q, k, v = (self._linear(x, at + part) for part in "qkv")
         if self.spec.qk_norm == "row":
             q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
-        q, k, v = (part.view(len(x), -1, self.spec.head_dim) for part in (q, k, v))
+        q, k, v = (part.view(len(x), -1, own.head_dim) for part in (q, k, v))
         if self.spec.qk_norm == "head":
             q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
         if own.rope is not None:
@@ -258,7 +259,7 @@ class ReferenceBackend:
     def _softmax(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
         """Attention [1, heads, T, head_dim] over keys and values [1, kv_heads, K, head_dim]; sinks [heads]."""
         spec = self.spec
-        scale = spec.attention_scale or spec.head_dim**-0.5
+        scale = spec.attention_scale or query.shape[-1] ** -0.5
         if not spec.attention_softcap and sinks is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvloom.checkpoints.families.spec import DecoderSpec, Experts
+from kvloom.checkpoints.families.spec import Attention, DecoderSpec, Experts
 from kvloom.checkpoints.lora_tensors import LoraPair
 from kvloom.checkpoints.quantized.numbers import Floats
 from kvloom.checkpoints.source import WeightSource
@@ -42,12 +42,14 @@ def shard_spec(spec: DecoderSpec, world_size: int) -> DecoderSpec:
             f"worldSize: the norms of {spec.family} span all heads; one rank computes them, got {world_size}"
         )
     return replace(
-        spec,
-        num_heads=spec.num_heads // world_size,
-        num_kv_heads=spec.num_kv_heads // world_size,
+        spec.with_mixers([_share_heads(layer.mixer, world_size) for layer in spec.layers]),
         intermediate=spec.intermediate // world_size,
         experts=spec.experts and _share(spec.experts, world_size),
     )
+
+
+def _share_heads(mixer: Attention, world_size: int) -> Attention:
+    return replace(mixer, num_heads=mixer.num_heads // world_size, num_kv_heads=mixer.num_kv_heads // world_size)
 
 
 def _share(experts: Experts, world_size: int) -> Experts:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvloom.checkpoints.families.family import Family
-from kvloom.checkpoints.families.spec import DecoderSpec, Encoder, Layer
+from kvloom.checkpoints.families.spec import Attention, DecoderSpec, Encoder, Layer
 from kvloom.checkpoints.families.values import count, flag, positive, short
 from kvloom.contract.errors import ModelError
 
@@ -55,12 +55,9 @@ class EncoderFamily(Family):
             family=self.name,
             hidden=hidden,
             intermediate=count(config, "intermediate_size"),
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=hidden // heads,
             vocab_size=count(config, "vocab_size"),
             max_seq_len=num_positions - first,
-            layers=(Layer(None),) * count(config, "num_hidden_layers"),
+            layers=(Layer(Attention(heads, heads, hidden // heads)),) * count(config, "num_hidden_layers"),
             norm_eps=positive(config, "layer_norm_eps", 1e-12),
             tie_embeddings=False,
             qkv_bias=True,
