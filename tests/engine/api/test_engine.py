@@ -309,6 +309,9 @@ def test_a_long_text_that_is_being_tokenised_keeps_nobody_waiting(running, monke
             assert go_on.wait(120)
             return [1, 2, 3]
 
+        def least_tokens(self, text: str) -> int:
+            return 0
+
     assert engine.forward(make_request("other", max_output_len=5)).is_ok()
     monkeypatch.setattr(engine, "_tokenizer", Slow())
     request = InferenceRequest("long")

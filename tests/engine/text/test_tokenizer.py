@@ -235,7 +235,7 @@ def test_a_template_may_read_every_special_token_that_has_a_name(tmp_path):
     ("template", "words"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages.append(1) }}", "refuses them"),
+        ("{{ messages.clear() }}", "refuses them"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses them"),
         ("{% for %}", "refuses them"),
         ("{{ messages[0].content + 1 }}", "refuses them"),

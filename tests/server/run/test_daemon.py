@@ -57,7 +57,7 @@ def test_it_says_the_line_that_deployers_wait_for_and_logs_to_its_file(tmp_path)
             assert generate(daemon.url, name)["model_name"] == name
         httpx.post(daemon.url + "/generate", json={}, headers={"X-Request-Id": "mine-7"})
         log = tmp_path / "logs" / "mindservice.log"
-        until(lambda: log.read_text().count("COMPLETED REQ ID: r1-") == 2)
+        until(lambda: log.read_text().count("COMPLETED REQ ID: r1 ,") == 2)
         assert (
             "[mine-7] kvloom.server.http.app: POST /generate: `inputs` or `prompt` must be necessary" in log.read_text()
         )
@@ -72,7 +72,7 @@ def test_the_install_folder_is_where_the_environment_says(tmp_path):
     install(tmp_path)
     with serving(DAEMON, MIES_INSTALL_PATH=str(tmp_path), MIES_PYTHON_LOG_TO_STDOUT="1") as daemon:
         generate(daemon.url, "llama_65b")
-        until(lambda: any("COMPLETED REQ ID: r1-" in line for line in daemon.lines))
+        until(lambda: any("COMPLETED REQ ID: r1 ," in line for line in daemon.lines))
 
 
 def test_status_routes_move_to_the_management_port(tmp_path):

@@ -253,7 +253,7 @@ def test_a_prompt_that_is_too_long_with_its_images_says_how_long_it_is(server):
 REFUSING = [
     ("/v1/chat/completions", {"messages": [user(text("a"), image(RED))]}, "messages[0].content[1].image_url.url: "),
     ("/tokenize", {"messages": [user(image(RED))]}, "messages[0].content[0].image_url.url: "),
-    ("/api/generate", {"model": "m", "prompt": "a", "images": [in_base64(RED)]}, "images[0]: "),
+    ("/api/generate", {"model": "mock", "prompt": "a", "images": [in_base64(RED)]}, "images[0]: "),
 ]
 
 
