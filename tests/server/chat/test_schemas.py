@@ -97,6 +97,14 @@ def test_the_answer_tells_in_a_header_what_was_left_out(server: FakeServer, is_s
     assert NOTES_HEADER not in server.post("/v1/chat/completions", body).headers
 
 
+def test_a_note_is_one_line_of_printable_letters_in_a_header(server: FakeServer):
+    schema = {**STRING, "format": "a\0b\r\nx-other: c\x7f\u00e9"}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    answer = server.post("/v1/chat/completions", {**BODY, "response_format": form})
+    assert answer.headers[NOTES_HEADER].endswith("Unknown format: a?b x-other: c??")
+    assert "x-other" not in answer.headers
+
+
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_the_schema_of_a_tool_that_is_not_strict_is_held_as_far_as_it_can_be(server: FakeServer, is_strict: bool):
     parameters = {"type": "object", "properties": {"mail": {**STRING, "pattern": "(?=a)b"}}}

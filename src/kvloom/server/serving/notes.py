@@ -21,7 +21,8 @@ def noting() -> Iterator[list[str]]:
 
 
 def note(text: str) -> None:
-    """Tell the caller `text`, as a line of ASCII; each once, and the first few only."""
-    notes, line = _notes.get(), " ".join(text.encode("ascii", "replace").decode().split())[:_MAX_CHARS]
+    """Tell the caller `text`, as a line of printable ASCII; each once, and the first few only."""
+    line = "".join(char if " " <= char <= "~" else "?" for char in " ".join(text.split())[:_MAX_CHARS])
+    notes = _notes.get()
     if notes is not None and line not in notes and len(notes) < _MOST:
         notes.append(line)
