@@ -113,8 +113,8 @@ def test_300_streams_at_once_are_all_answered_rightly(gate: Gate):
 def test_request_901_is_refused_in_its_dialect_and_the_900_are_answered(gate: Gate):
     generating = [case for case in CASES if case.method == "POST" and "error" not in case.name]
     beside = ("stopInfer", "tokenizer", "tokenize", "count_tokens", "show", "pull", "push", "create", "copy")
-    beside += ("ping", "render", "flush_cache", "index", "wake_up", "input_tokens", "load_model")
-    beside += ("reset_prefix_cache?reset_running_requests=true",)
+    beside += ("ping", "render", "flush_cache", "index", "wake_up", "input_tokens", "compact")
+    beside += ("load_model", "reset_prefix_cache?reset_running_requests=true")
     generating = [case for case in generating if not case.path.endswith(beside) and "/blobs/" not in case.path]
     generating = [case for case in generating if case.name != "ollama-chat-load"]  # generates no answer
     with fake_server(names=(MODEL,), max_link_num=NUM_SERVED) as server:
@@ -123,7 +123,7 @@ def test_request_901_is_refused_in_its_dialect_and_the_900_are_answered(gate: Ga
             assert server.admission.num_active == NUM_REFUSED_FROM - 1
             for case in generating:
                 response = server.post(case.path, case.body)
-                assert (response.status_code, response.headers["retry-after"]) == (429, "1"), case.name
+                assert (response.status_code, response.headers.get("retry-after")) == (429, "1"), case.name
                 if case.path.startswith("/v1/messages"):
                     kind = {"type": "rate_limit_error"}
                     assert response.json() == {"type": "error", "error": {"message": REFUSED, **kind}}
