@@ -13,6 +13,7 @@ from kvloom.pool.config import TenantLimits
 from kvloom.pool.metrics import render
 from kvloom.pool.node import collect
 from tests.support.pool.agents import BLOCK_SIZE, SECRET, running_agent, session, slots_of
+from tests.support.pool.stores import emptied
 from tests.support.waiting import until
 
 KEY = "0123456789abcdef" * 4
@@ -102,7 +103,7 @@ def test_a_client_lets_go_of_memory_that_was_given_back(node):
 
     assert (first.save(range(128)), first.load(range(128))) == (128, 127)
     assert mapped() == 4
-    agent.node.pool("a").evict(POOL)
+    emptied(agent.node.pool("a"))
     assert first.save(range(1)) == first.load(range(1)) == 1
     assert mapped() == 1
 

@@ -11,6 +11,7 @@ from ems.integration.prefix import Chain
 from ems.integration.settings import Settings, model_fingerprint
 from kvloom.pool.agent import Agent
 from tests.support.pool.agents import blocks_of, running_agent
+from tests.support.pool.stores import shortened
 from tests.support.vllm.engine import Engine, engine
 from tests.support.vllm.stub import (
     BLOCK_SIZE,
@@ -129,8 +130,7 @@ def test_a_block_counts_when_all_ranks_have_it(agent):
             assert other.load(request, [5, 6, 7, 8, 9], 4 * BLOCK_SIZE) == set()
             for rank in range(2):
                 assert torch.equal(other.bytes_of(6, rank), two.bytes_of(1, rank))
-        pool = agent.node.pools()[0]
-        pool.evict(1)  # evicts the end of one rank's chain
+        shortened(agent.node.pools()[0])  # of one rank's chain
         assert two.matched(FakeRequest("c", list(PROMPT))) == (3 * BLOCK_SIZE, True)
 
 

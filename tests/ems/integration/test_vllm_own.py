@@ -9,6 +9,7 @@ from ems.integration import own
 from ems.integration.own import Known
 from kvloom.pool.agent import Agent
 from tests.support.pool.agents import blocks_of, running_agent
+from tests.support.pool.stores import emptied, shortened
 from tests.support.vllm.engine import Engine, engine
 from tests.support.vllm.stub import BLOCK_SIZE, FakeRequest, FullAttentionSpec, SlidingWindowSpec, Step
 from tests.support.waiting import until
@@ -30,8 +31,7 @@ def socket(tmp_path) -> Path:
 
 def lose(pool_of: Agent) -> None:
     """The pool has nothing any more, as after its restart."""
-    pool = pool_of.node.pools()[0]
-    until(lambda: (pool.evict(1 << 40), not blocks_of(pool))[1])  # the pins of a save end a little after it
+    emptied(pool_of.node.pools()[0])
 
 
 def use(running: Engine, request: FakeRequest, blocks: object, num_steps: int = 1) -> None:
@@ -96,8 +96,7 @@ def test_what_the_pool_has_is_not_saved_again(agent):
         running.compute(FakeRequest("a", list(PROMPT)), BLOCKS)
         running.workers[0].get_kv_connector_stats()
         use(running, FakeRequest("b", list(PROMPT)), BLOCKS)
-        pool = agent.node.pools()[0]
-        pool.evict(1)  # the end of the chain
+        shortened(agent.node.pools()[0])
         use(running, FakeRequest("c", list(PROMPT)), BLOCKS)
         assert running.workers[0].get_kv_connector_stats().data["saved_blocks"] == 1
         assert found(agent.config.socket) == HIT

@@ -14,6 +14,7 @@ from ems.integration.stored import Stored, StoredBlock
 from kvloom.pool.agent import Agent
 from tests.support.pool.agents import blocks_of
 from tests.support.pool.faults import AgentProcess
+from tests.support.pool.stores import emptied
 from tests.support.vllm.engine import Engine, engine
 from tests.support.vllm.stub import BLOCK_SIZE, FakeRequest, Step, stubbed_vllm
 from tests.support.waiting import until
@@ -189,7 +190,7 @@ def test_what_fails_is_counted(agent, tmp_path):
         one.compute(FakeRequest("a", list(PROMPT)), BLOCKS)
         request = FakeRequest("b", list(PROMPT))
         assert two.matched(request) == HIT
-        agent.node.pools()[0].evict(1 << 30)
+        emptied(agent.node.pools()[0])
         assert two.load(request, [9, 8, 7, 6, 5], HIT[0]) == {9, 8, 7, 6}
         assert two.workers[0].get_kv_connector_stats().data["failed_blocks"] == 4
 

@@ -30,6 +30,19 @@ def emptied(pool: Pool) -> None:
     until(is_empty)
 
 
+def shortened(pool: Pool) -> None:
+    """Evicts the end of one chain, when no session pins a block: a pinned end would stay, and its prefix go."""
+
+    def is_free() -> bool:
+        found = [block for block in pool.pin_each(pool.block_keys()) if block is not None]
+        pins = {block.pins for block in found}
+        pool.unpin(found)
+        return pins == {1}
+
+    until(is_free)
+    assert pool.evict(1) > 0
+
+
 def check_round_trip(agent: Agent) -> None:
     kv = new_kv()
     truth = copy_of(kv)
