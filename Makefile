@@ -17,8 +17,8 @@ setup: .venv/.installed
 
 .venv/.serving: pyproject.toml constraints.txt
 	@sh tools/python.sh $(PY) $(UV)
-	$(if $(UV),$(UV) venv --allow-existing --python $(PY) .venv,$(PY) -m venv .venv)
-	$(PREPARE) & $(if $(UV),$(UV) pip install --python $(BIN)/python,$(PIP)) -c constraints.txt -e . \
+	$(PREPARE) & $(if $(UV),$(UV) venv --allow-existing --python $(PY) .venv,$(PY) -m venv .venv) \
+	  && $(if $(UV),$(UV) pip install --python $(BIN)/python,$(PIP)) -c constraints.txt -e . \
 	  && wait || { kill $$! 2>/dev/null; exit 1; }
 	touch $@
 
