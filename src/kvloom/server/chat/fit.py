@@ -62,7 +62,9 @@ def _prepared(
 
 def _parts(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
     """Messages that are always kept, and the others in groups that stay or go together, oldest first."""
-    num_kept = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    num_kept = next(
+        (i for i, message in enumerate(messages) if message["role"] not in ("system", "developer")), len(messages)
+    )
     groups: list[list[Message]] = []
     for message in messages[num_kept:]:
         if groups and message["role"] == "tool":

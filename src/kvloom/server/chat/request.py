@@ -14,11 +14,11 @@ from kvloom.server.chat.form import NO_CALLS, ChatForm, Thinking
 from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.parts import reads_parts_alone
 from kvloom.server.chat.reasoning import ReasoningSplitter
+from kvloom.server.chat.showing import as_shown
 from kvloom.server.chat.style import form_of, takes_parts
 from kvloom.server.chat.tool_calls import make_parser
 from kvloom.server.chat.tool_grammars import tool_grammar
-from kvloom.server.chat.tool_prompt import with_tools_in_text
-from kvloom.server.chat.tools import Tool, ToolChoice, parsed_arguments
+from kvloom.server.chat.tools import Tool, ToolChoice
 from kvloom.server.serving.prompts import Marked, check_length, encode_marked, request_limit
 from kvloom.server.serving.service import GenerationService
 from kvloom.server.serving.vision.seen import Look, seen_of
@@ -155,32 +155,18 @@ def _marks(service: GenerationService, *values: Any) -> Marks:
 
 
 def _render(
-    service: GenerationService, style: ChatForm, marks: Marks, request: ChatRequest, tools: Sequence[Tool]
+    service: GenerationService, style: ChatForm, marks: Marks, request: ChatRequest, called: Sequence[Tool]
 ) -> str:
-    """The prompt, marked. Most templates want arguments of earlier calls as an object; others get their text.
-
-    Raises BadRequest.
-    """
+    """The prompt, marked. Raises BadRequest."""
     messages = marks.mark(request.messages)
     if request.is_continued:
         if messages[-1].get("tool_calls"):
             raise BadRequest("continue_final_message", "cannot be done: the message ends with tool calls")
         messages = _open_end(messages)
-    known = [_with_arguments(message) for message in messages]
-    plain = [marks.mark(tool.plain) for tool in tools]
-    if not style.takes_tools:
-        known, plain = with_tools_in_text(known, plain), []
+    tools = [marks.mark(tool.plain) for tool in called]
+    known, shown = as_shown(service.tokenizer, style, messages, tools, request.field)
     values = {**marks.mark(request.template_values), "add_generation_prompt": request.add_generation_prompt}
-
-    def apply(messages: Sequence[Mapping[str, Any]]) -> str:
-        return service.tokenizer.apply_chat_template(_formed(service, messages), tools=plain or None, **values)
-
-    try:
-        return apply(known)
-    except BadRequest:
-        if not any(message.get("tool_calls") for message in known):
-            raise
-        return apply(messages)
+    return service.tokenizer.apply_chat_template(_formed(service, known), tools=shown or None, **values)
 
 
 def _formed(service: GenerationService, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -217,17 +203,6 @@ def _continued(text: str) -> str:
     if not mark:
         raise BadRequest("continue_final_message", "cannot be done: this model's chat template leaves out the message")
     return before
-
-
-def _with_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not calls:
-        return dict(message)
-    parsed = [
-        {**call, "function": {**call["function"], "arguments": parsed_arguments(call["function"]["arguments"])}}
-        for call in calls
-    ]
-    return {**message, "tool_calls": parsed}
 
 
 @dataclass(slots=True)

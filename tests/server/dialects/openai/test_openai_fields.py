@@ -157,7 +157,6 @@ def test_a_message_without_a_role_is_the_users(server: FakeServer, role: dict[st
 @pytest.mark.parametrize(
     ("call", "same"),
     [
-        ({"tool_calls": []}, {}),
         (
             {"tool_calls": [{"id": "a", "type": "", "function": {"name": "f", "arguments": None}}]},
             {"tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},

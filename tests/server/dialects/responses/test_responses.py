@@ -98,7 +98,9 @@ def test_instructions_and_input_items_become_the_conversation(server: FakeServer
     assert answer["output"][0]["content"][0]["text"] == truth(prompt_of(("system", "Be brief."), *said), 8)
     answer = respond(server, items, instructions="Rhyme.")
     assert answer["instructions"] == "Rhyme."
-    assert answer["output"][0]["content"][0]["text"] == truth(prompt_of(("system", "Rhyme.\n\nBe brief."), *said), 8)
+    assert answer["output"][0]["content"][0]["text"] == truth(
+        prompt_of(("system", "Rhyme."), ("system", "Be brief."), *said), 8
+    )
 
 
 def test_the_output_can_be_sent_back_as_input(server: FakeServer):

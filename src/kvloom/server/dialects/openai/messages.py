@@ -64,8 +64,6 @@ def conversation_of(messages: Sequence[Said]) -> list[dict[str, Any]]:
         plain = msgspec.to_builtins(msgspec.structs.replace(message, content=None))
         plain |= {"role": message.role or "user"}
         plain.pop("refusal", None)
-        if not message.tool_calls:
-            plain.pop("tool_calls", None)
         if plain.pop("function_call", None) is not None:
             raise BadRequest(f"messages[{i}].function_call", "is not supported; give tool_calls")
         plain["content"] = _content_of(message, f"messages[{i}].content")

@@ -13,7 +13,6 @@ from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.request import SamplingParams
-from kvloom.server.chat.content import Content, joined
 from kvloom.server.chat.grammars import json_grammar, object_grammar
 from kvloom.server.chat.request import ChatRequest
 from kvloom.server.chat.tools import Tool, ToolChoice, allowed, check_tools
@@ -213,14 +212,10 @@ class ResponsesBody(Constraints, kw_only=True):
         return tools, check_tools(tools, choice, "tool_choice")
 
     def _messages(self, past: Sequence[InputItem]) -> list[dict[str, Any]]:
-        """Instructions and a system message that follows them are one."""
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages = messages_of([*past, *items], num_past=len(past))
         if self.instructions is not None:
-            system: Content = self.instructions
-            if messages and messages[0].role == "system":
-                system = joined(system, "\n\n", messages.pop(0).content)
-            messages.insert(0, Said(role="system", content=system))
+            messages.insert(0, Said(role="system", content=self.instructions))
         if not messages:
             raise BadRequest("input", "holds no message")
         return conversation_of(messages)

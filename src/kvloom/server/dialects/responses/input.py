@@ -73,7 +73,7 @@ def _message_of(item: InputItem, field: str, names: dict[str, str]) -> Said:
         raise BadRequest(f"{field}.type", f"{item.type!r} is not supported")
     role = _required(item.role, f"{field}.role")
     content = _content_of(item.content, f"{field}.content")
-    return Said(role="system" if role == "developer" else role, content=content)
+    return Said(role=role, content=content)
 
 
 def _required(value: str | None, field: str) -> str:
