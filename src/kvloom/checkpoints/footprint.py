@@ -30,8 +30,8 @@ def weight_format(config: EngineConfig, spec: DecoderSpec, form_of: FormOf) -> s
     """Weight format of the cpu backend.
 
     With "auto" a model of fewer than SMALL_WEIGHTS gets bfloat16, unless its file asks for activations in 8 bits, which
-    tip the answers of so small a model (decision 049). With "stored", and with "auto" for larger models, a quantised
-    file keeps its own format, and any other gets 8 bits.
+    tip the answers of so small a model (docs/decisions/weights.md). With "stored", and with "auto" for larger models, a
+    quantised file keeps its own format, and any other gets 8 bits.
     """
     if config.weight_format not in ("auto", STORED):
         return config.weight_format

@@ -1,7 +1,7 @@
 """Mutual TLS between nodes, by the OpenSSL that `cryptography` brings: encryption in memory, apart from any socket.
 
 Python's own `ssl` passes a record at a time between its socket and its caller, and encrypts with the system's OpenSSL
-(decision 097).
+(docs/decisions/nodes.md).
 """
 
 from collections.abc import Sequence

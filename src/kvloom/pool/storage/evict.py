@@ -4,7 +4,7 @@ S3-FIFO (Yang et al., SOSP 2023) is the default: new keys enter a small queue, a
 used again before they reach its end; so a scan of one-time blocks does not evict shared ones. Keys that leave the small
 queue are remembered, and enter the main queue at once when they come back. The size of the small queue adapts to the
 misses of remembered keys, as in ARC (Megiddo and Modha, FAST 2003): many writers whose blocks are read a while later
-need more than a tenth (decision 065).
+need more than a tenth (docs/decisions/pool.md).
 """
 
 from collections import OrderedDict

@@ -3,18 +3,20 @@
 // Weights: panels of 32 output channels. A panel is a sequence of groups along K; a group is contiguous and holds the
 // weights and scales that a micro-kernel reads in one iteration:
 //   int8:     32 fp16 scales | [16 quads of k][32 channels][4 k] bytes, value = (byte - 128) * scale    (64 k a group)
-// int8_32:  the same with 8 quads                                                               (from here on 32 k)
-// int8_min: 32 fp16 scales | 32 fp16 minimums | 8 quads of bytes, value = (byte - 128) * scale + minimum   int4:     32
-// fp16 scales | 32 fp16 minimums | [4 octets of k][32][4] bytes, low nibble = first quad of             the octet, high
-// nibble = second; value = nibble * scale + minimum   int5:     as int4, a plane of fifth bits before the nibbles:
-// [32][4] bytes, bit q = that of quad q   int6:     32 fp16 scales of the first 16 k | 32 of the others | for each 16 k
-// a plane [32][4] of the upper two bits,             bits 2q and 2q + 1 = those of its quad q | nibbles as int4; value
-// = (number - 32) * scale   iq4, fp4: 32 fp16 scales | nibbles as int4; value = table[nibble] * scale   bf16:     [16
-// pairs of k][32][2] bf16 A format with one scale per channel stores the scales before the first group:
+//   int8_32:  the same with 8 quads                                                               (from here on 32 k)
+//   int8_min: 32 fp16 scales | 32 fp16 minimums | 8 quads of bytes, value = (byte - 128) * scale + minimum
+//   int4:     32 fp16 scales | 32 fp16 minimums | [4 octets of k][32][4] bytes, low nibble = first quad of
+//             the octet, high nibble = second; value = nibble * scale + minimum
+//   int5:     as int4, a plane of fifth bits before the nibbles: [32][4] bytes, bit q = that of quad q
+//   int6:     32 fp16 scales of the first 16 k | 32 of the others | for each 16 k a plane [32][4] of the upper two bits,
+//             bits 2q and 2q + 1 = those of its quad q | nibbles as int4; value = (number - 32) * scale
+//   iq4, fp4: 32 fp16 scales | nibbles as int4; value = table[nibble] * scale
+//   bf16:     [16 pairs of k][32][2] bf16
+// A format with one scale per channel stores the scales before the first group:
 //   int8_channel: 32 float scales, then groups [16 quads of k][32 channels][4 k], value = (byte - 128) * scale
 // int8 is for weights that are quantised while they are packed; the others but bf16 hold the quantised blocks of files
-// without loss (decisions 036, 070). K is padded with zero weights to a multiple of kPad, so kernels need no code for
-// a tail along K.
+// without loss (docs/decisions/weights.md). K is padded with zero weights to a multiple of kPad, so kernels need no code
+// for a tail along K.
 //
 // KV cache: a block of 16 tokens of one kv head has a K tile [head_dim / 2][16 keys][2] and, elsewhere in memory, a
 // V tile [8 pairs of keys][head_dim][2]. Both products (scores; weighted values) are thus products of pairs, with one

@@ -21,8 +21,8 @@ struct Way {
     // Prefetch distance in bytes of pass `index` over a panel of `cols` columns: the first pass prefetches the panel
     // itself, the second the next panel. Later passes find theirs in the cache.
     int64_t ahead(int64_t index, int64_t cols) const;
-    // Whether weights bypass the last-level cache (decision 094), on AMD's processors: where a step reads them once for many
-    // rows. With fewer rows the cache keeps a part of them for the next step.
+    // Whether weights bypass the last-level cache (docs/decisions/kernel-speed.md), on AMD's processors: where a step
+    // reads them once for many rows. With fewer rows the cache keeps a part of them for the next step.
     bool is_passing() const { return is_in_pairs && passes.count == 1 && passes.rows >= kBusyRows; }
     // Runs one pass and its epilogue. `out` must have room for kTileRows rows.
     void multiply(const Pass& pass, int rows) const { multiply(&pass, 1, rows); }

@@ -2,13 +2,14 @@
 //
 // h is computed from the activations as the linear itself reads them, and B h is added to a row's sums before the
 // epilogue stores them. A and B have the type of these activations: bf16, or int8 with one scale per rank of A and per
-// channel of B; then h is int8 too, with one scale per module (decision 086). Integer sums are exact, and the order of
-// all other sums depends only on the adapter's shape, so a row's bits do not depend on other rows.
+// channel of B; then h is int8 too, with one scale per module (docs/decisions/kernel-speed.md). Integer sums are exact,
+// and the order of all other sums depends only on the adapter's shape, so a row's bits do not depend on other rows.
 //
 // Ranks are stored in tiles of 16, one per lane; a module's last tile is padded with zeros:
 //   A, a tile:           16 floats, scales | bf16: [cols / 2][16][2], int8: [cols / 4][16][4] bytes, value = byte - 128
-// B, of 16 channels:   bf16: [ranks][16]; int8: 16 bf16, scales | [ranks / 4][16][4] bytes; ranks = the module's,
-// rounded up to 8   h, of a module:      bf16: float [tiles][16]; int8: an IntHead, then bytes [tiles][16]
+//   B, of 16 channels:   bf16: [ranks][16]; int8: 16 bf16, scales | [ranks / 4][16][4] bytes; ranks = the module's,
+//                        rounded up to 8
+//   h, of a module:      bf16: float [tiles][16]; int8: an IntHead, then bytes [tiles][16]
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // The threads of one model: each step is one parallel region, in phases. A thread that loses its core delays the others
-// only while it writes results (decision 098).
+// only while it writes results (docs/decisions/kernel-speed.md).
 #pragma once
 
 #include <algorithm>

@@ -1,0 +1,59 @@
+"""Links between pages lead to files and headings that exist, and the pages of decisions stay short."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_spec import own_texts
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "findings").glob("*.md")]
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+MAX_DECISION_LINES = 120  # of a page; a new decision replaces sentences of its page
+
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_NUMBERED = re.compile(r"\b[Dd]ecisions? \d|decisions/\d")  # pages have names
+
+
+def anchor(heading: str) -> str:
+    """The anchor that GitHub gives to a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def text_of(page: Path) -> str:
+    return _FENCE.sub("", page.read_text())
+
+
+def headings_of(page: Path) -> set[str]:
+    return {anchor(heading) for heading in _HEADING.findall(text_of(page))}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_link_leads_to_a_file_and_a_heading(page: Path):
+    lost = []
+    for link in _LINK.findall(text_of(page)):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (heading and heading not in headings_of(target)):
+            lost.append(link)
+    assert lost == []
+
+
+def test_an_anchor_is_made_as_on_github():
+    assert anchor("No torch on the CPU path") == "no-torch-on-the-cpu-path"
+    assert anchor("`kv_transfer` (EMS), a step's") == "kv_transfer-ems-a-steps"
+
+
+def test_decisions_are_cited_by_the_name_of_their_page():
+    assert DECISIONS
+    assert [f"{path}: {found[0]}" for path, text in own_texts() for found in _NUMBERED.finditer(text)] == []
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_a_page_of_decisions_stays_short(page: Path):
+    assert len(page.read_text().splitlines()) <= MAX_DECISION_LINES
