@@ -136,20 +136,21 @@ def fake_server(
     card: Mapping[str, object] | None = None,
     store: ResponseStore | None = None,
     wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    make_runner: Callable[[EngineConfig], FakeRunner] | None = None,
     **config: object,
 ) -> Iterator[FakeServer]:
     """All `names` are served by one engine; without `has_eos` answers end at their length only.
 
     `keys`: API keys, one of which every request needs; `policy`: origins of pages that may call; `wrap`: middleware
-    around the app. `config` goes into EngineConfig, `card` into ModelCard. Requests without a seed
-    repeat their answers, unless `seed` is None: one token in 97 ends an answer, so that random ones differ in length.
+    around the app; `make_runner`: another model. `config` goes into EngineConfig, `card` into ModelCard. Requests
+    without a seed repeat their answers, unless `seed` is None; one token in 97 ends an answer.
     """
     tokenizer = tokenizer or ByteTokenizer()
     if not has_eos:
         tokenizer.eos_ids = frozenset()
     engine_config = EngineConfig(backend="fake", **{"seed": 0, **config})
     shape = EngineConfig(backend="fake", num_blocks=512, max_seq_len=max_seq_len, fake_step_s=step_s)
-    engine = _engine(engine_config, shape, tokenizer)
+    engine = _engine(engine_config, shape, tokenizer, make_runner)
     made: list[FakeServer] = []
 
     def on_start() -> None:
@@ -165,9 +166,8 @@ def fake_server(
         made.append(FakeServer(url, engine, health, client, Parsing(PARSER, models)))
         shown = ServerConfig(tuple(cards), api_key_hashes=tuple(hash_key(key) for key in keys))
         dialects = make_dialects(models, health, Control(partial(_drain, health), "test"), shown, store)
-        ring = KeyRing(shown.api_key_hashes) if keys else None
         app = make_app(health, dialects, AppSettings(max_body_bytes, on_start), made[0].parsing)
-        app = wrap(guard(app, policy or policy_of(shown), ring))
+        app = wrap(guard(app, policy or policy_of(shown), KeyRing(shown.api_key_hashes) if keys else None))
         return _server(app if tracer is None else CallerMiddleware(app), tls)
 
     with listen("127.0.0.1", 0) as listener:
@@ -189,12 +189,14 @@ def greedy_answer(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
     return fake_answer(prompt_ids, SamplingParams(temperature=0), 0, num_tokens)
 
 
-def _engine(config: EngineConfig, shape: EngineConfig, tokenizer: Tokenizer) -> EngineThread:
+def _engine(
+    config: EngineConfig, shape: EngineConfig, tokenizer: Tokenizer, make: Callable[[EngineConfig], FakeRunner] | None
+) -> EngineThread:
     """`shape`: of the fake model; vLLM only uses its length."""
     if OVER_VLLM:
         lend = import_module("tests.support.vllm.hosts").vllm_engine
         return EngineThread(*lend(replace(config, max_seq_len=shape.max_seq_len), tokenizer))
-    executor = FakeExecutor(partial(_runner, shape, tokenizer))
+    executor = FakeExecutor(partial(make, shape) if make else partial(_runner, shape, tokenizer))
     return EngineThread(Engine(config, executor, tokenizer), executor)
 
 

@@ -16,6 +16,7 @@ from kvloom.server.dialects.anthropic.shapes import MessageWriter, Told
 from kvloom.server.dialects.openai.shapes import chat_logprobs
 from kvloom.server.dialects.responses import shapes as responses
 from kvloom.server.dialects.responses.shapes import ResponseWriter
+from kvloom.server.dialects.responses.tools import Tools
 
 ANSWER: list[ChatEvent] = [
     ReasoningDelta("It "),
@@ -69,7 +70,7 @@ def message(answer: list[ChatEvent], reason: FinishReason, stop: str | None = No
 def response_writer(steps: Iterable[list[ChatEvent]]) -> ResponseWriter:
     service, output = SimpleNamespace(tokenizer=ByteTokenizer()), Said(steps)
     told = {"id": "resp_1", "status": "in_progress", "output": []}
-    return ResponseWriter(told, service, 10, output)
+    return ResponseWriter(told, service, 10, output, Tools())
 
 
 def response(answer: list[ChatEvent], reason: FinishReason) -> tuple[Any, list[dict[str, Any]]]:

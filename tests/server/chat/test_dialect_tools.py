@@ -111,7 +111,7 @@ def test_a_response_without_tools_to_call_calls_none(hermes: FakeServer):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type"),
         (
             {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
             "tool_choice.tools",

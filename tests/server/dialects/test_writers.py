@@ -27,6 +27,7 @@ from kvloom.server.dialects.openai.writers import ChatWriter, TextWriter
 from kvloom.server.dialects.parameters import Parameters
 from kvloom.server.dialects.responses.bodies import ResponsesBody
 from kvloom.server.dialects.responses.shapes import ResponseWriter, response_object
+from kvloom.server.dialects.responses.tools import Tools
 from kvloom.server.dialects.tgi.native import NativeWriter
 from kvloom.server.dialects.tgi.writer import TgiWriter
 from kvloom.server.dialects.triton import writers as triton
@@ -132,7 +133,7 @@ def text_writer() -> Writer:
 
 def response_writer() -> Writer:
     told = response_object("resp_1", 0, "m", ResponsesBody(input=""), is_kept=False)
-    return ResponseWriter(told, SERVICE, 2, chat().output())
+    return ResponseWriter(told, SERVICE, 2, chat().output(), Tools())
 
 
 def ollama_writer() -> Writer:

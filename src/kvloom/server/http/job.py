@@ -100,6 +100,13 @@ class Job:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class JobAndMore:
+    """A job, and what its endpoint needs beside it."""
+
+    job: Job
+
+
 # Deltas of each choice that a whole answer is told of at once: it costs less, and the list of running requests still
 # shows how it goes on.
 _TOGETHER = 16

@@ -25,7 +25,7 @@ from kvloom.contract.errors import NotFound, Overloaded, ServingError
 from kvloom.contract.images import Sight
 from kvloom.processes.child import signals_held_at_start
 from kvloom.server.errors import BUG_TEXT, TooLarge
-from kvloom.server.http.job import Job
+from kvloom.server.http.job import Job, JobAndMore
 from kvloom.server.http.reply import Endpoint, HttpRequest
 from kvloom.server.http.turns import Turns
 from kvloom.server.serving.inline import NotInline, inline
@@ -101,7 +101,13 @@ def parsed(endpoint: Endpoint, request: HttpRequest) -> Any:
             found = endpoint.parse(request)
         except NotSeen as wanted:
             return wanted.look
-    return replace(found, notes=tuple(notes)) if notes and isinstance(found, Job) else found
+    return _noted(found, tuple(notes)) if notes else found
+
+
+def _noted(found: Any, notes: tuple[str, ...]) -> Any:
+    if isinstance(found, JobAndMore):
+        return replace(found, job=replace(found.job, notes=notes))
+    return replace(found, notes=notes) if isinstance(found, Job) else found
 
 
 def send_parts(sock: socket.socket, parts: Sequence[bytes | memoryview]) -> None:

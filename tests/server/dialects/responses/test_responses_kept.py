@@ -304,7 +304,7 @@ def test_conversations_are_changed_and_deleted(keeping: FakeServer):
     ("body", "param"),
     [
         ({"items": [{"role": "user", "content": "a"}] * 21}, "items"),
-        ({"items": [{"type": "web_search_call"}]}, "items[0].type"),
+        ({"items": [{"type": "compaction"}]}, "items[0].type"),
         ({"items": [{"role": "user", "content": [{"type": "input_image"}]}]}, "items[0].content[0].image_url"),
         ({"items": [{"role": 3}]}, "items"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),

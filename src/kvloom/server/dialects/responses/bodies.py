@@ -15,11 +15,12 @@ from kvloom.contract.errors import BadRequest
 from kvloom.contract.request import SamplingParams
 from kvloom.server.chat.grammars import json_grammar, object_grammar
 from kvloom.server.chat.request import ChatRequest
-from kvloom.server.chat.tools import Tool, ToolChoice, allowed, check_tools
 from kvloom.server.dialects.constraints import Constraints
 from kvloom.server.dialects.openai.bodies import Penalty, SamplingBody, TokenId, effort_values
 from kvloom.server.dialects.openai.messages import Said, conversation_of
-from kvloom.server.dialects.responses.input import REFERENCE, InputItem, messages_of
+from kvloom.server.dialects.responses.input import FOUND, REFERENCE, InputItem, messages_of
+from kvloom.server.dialects.responses.tools import Choice, Tools
+from kvloom.server.serving.notes import note
 
 LOGPROBS = "message.output_text.logprobs"
 # the others have no effect: reasoning is always shown as generated, and no tool runs here
@@ -73,36 +74,6 @@ class Reasoning(msgspec.Struct, kw_only=True):
     summary: str | None = None
 
 
-class FunctionTool(msgspec.Struct, kw_only=True):
-    type: str
-    name: str = ""
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def tool(self, field: str) -> Tool:
-        """Raises BadRequest for tools that OpenAI itself would run."""
-        if self.type != "function":
-            raise BadRequest(f"{field}.type", f"must be 'function'; {self.type!r} is not supported")
-        return Tool(self.name, self.description or "", self.parameters, bool(self.strict), field)
-
-
-class FunctionChoice(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
-    name: str
-
-
-class AllowedTool(msgspec.Struct, kw_only=True):
-    type: Literal["function"]
-    name: str
-
-
-class AllowedTools(msgspec.Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
-    """Of the tools these alone may be called, or must be."""
-
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], Meta(min_length=1)]
-
-
 class ConversationChoice(msgspec.Struct, kw_only=True):
     id: str
 
@@ -128,15 +99,15 @@ class ResponsesBody(Constraints, kw_only=True):
     store: bool | None = None
     metadata: dict[str, str] | None = None
     parallel_tool_calls: bool | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedTools | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Choice | None = None
     previous_response_id: str | None = None
     conversation: str | ConversationChoice | None = None
     prompt: Any = None
     background: bool | None = None
     max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
     truncation: Literal["auto", "disabled"] | None = None  # auto: the oldest items are left out of a long input
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None = None
+    service_tier: str | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
@@ -165,7 +136,7 @@ class ResponsesBody(Constraints, kw_only=True):
                 raise BadRequest(name, problem)
         for index, name in enumerate(self.include or ()):
             if name not in _INCLUDES:
-                raise BadRequest(f"include[{index}]", f"{name!r} is not supported")
+                note(f"include[{index}] has no effect: {name!r} is not known here")
         if self.top_logprobs and not self.wants_logprobs:
             raise BadRequest("top_logprobs", f"needs include: [{LOGPROBS!r}]")
 
@@ -186,30 +157,26 @@ class ResponsesBody(Constraints, kw_only=True):
 
     def chat(self, past: Sequence[InputItem] = ()) -> ChatRequest:
         """Of the items before these and these. Raises BadRequest naming the field."""
-        tools, choice = self._tools()
+        tools = self.offered(past)
+        shown, choice = tools.chosen(self.tool_choice)
         verbosity = None if self.text is None else self.text.verbosity
         return ChatRequest(
             self._messages(past),
-            tools,
+            shown,
             choice,
             self.parallel_tool_calls is not False,
             effort_values(None if self.reasoning is None else self.reasoning.effort, verbosity),
             field="input",
         )
 
-    def _tools(self) -> tuple[tuple[Tool, ...], ToolChoice]:
-        """Tools that may be called; others are not shown to the model. Raises BadRequest that names the field."""
-        tools = tuple(tool.tool(f"tools[{i}]") for i, tool in enumerate(self.tools or ()))
-        choice: ToolChoice | None = None
-        match self.tool_choice:
-            case FunctionChoice(name=name):
-                choice = ToolChoice("named", name)
-            case AllowedTools(mode=mode, tools=named):
-                choice = check_tools(tools, ToolChoice(mode), "tool_choice")
-                tools = allowed(tools, [(tool.name, f"tool_choice.tools[{i}].name") for i, tool in enumerate(named)])
-            case str(mode) if tools or mode == "required":
-                choice = ToolChoice(mode)
-        return tools, check_tools(tools, choice, "tool_choice")
+    def offered(self, past: Sequence[InputItem] = ()) -> Tools:
+        """The tools, with those that searches of these items found. Raises BadRequest that names the field."""
+        tools = Tools()
+        tools.put(self.tools or (), "tools")
+        for index, item in enumerate([*past, *([] if isinstance(self.input, str) else self.input)]):
+            if item.type in FOUND and item.tools:
+                tools.put(item.tools, f"input[{index - len(past)}].tools", is_found=True)
+        return tools
 
     def _messages(self, past: Sequence[InputItem]) -> list[dict[str, Any]]:
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input

@@ -17,6 +17,7 @@ Json = dict[str, Any]
 HOW = "is not supported: nothing is kept; start the server with --response-store FILE to keep responses"
 MAX_LIMIT, DEFAULT_LIMIT = 100, 20
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_OTHER = "item"  # begins the ids of all other items
 _encode = msgspec.json.Encoder().encode
 _item_decoder = msgspec.json.Decoder(InputItem)
 
@@ -50,7 +51,7 @@ def read_item(data: bytes) -> InputItem:
 
 def _whole(given: Json, id: str) -> Json:
     kind = given.get("type") or "message"
-    item = {**given, "id": f"{_PREFIXES[kind]}_{id}", "type": kind}
+    item = {**given, "id": f"{_PREFIXES.get(kind, _OTHER)}_{id}", "type": kind}
     if kind == "reasoning":
         return {"summary": [], **item}
     if kind == "message" and isinstance(given.get("content"), str):

@@ -1,8 +1,8 @@
 """OpenAI's /v1/responses over the same chat, whole or as its sequence of events; kept where the server has a store."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -18,7 +18,7 @@ from kvloom.server.dialects.responses.keeping import Keeping, Origin, Run, ToKee
 from kvloom.server.dialects.responses.shapes import ResponseWriter, response_object
 from kvloom.server.errors import ErrorReply, NoRoute, openai_reply
 from kvloom.server.http.body import decode_body
-from kvloom.server.http.job import Job, answer
+from kvloom.server.http.job import Job, JobAndMore, answer
 from kvloom.server.http.reply import Endpoint, Fetch, HttpRequest, Reply, job_route
 from kvloom.server.keeping.database import Database
 from kvloom.server.keeping.store import ResponseStore
@@ -38,8 +38,8 @@ _decoder = msgspec.json.Decoder(ResponsesBody)
 _given_decoder = msgspec.json.Decoder(_Given)
 
 
-class _Parsed(NamedTuple):
-    job: Job
+@dataclass(frozen=True, slots=True)
+class _Parsed(JobAndMore):
     writer: ResponseWriter  # the job's
     what: ToKeep | None  # None = nothing
 
@@ -98,7 +98,7 @@ class Responses:
         what = self._to_keep(body, request.body, found.referred)
         is_kept = what is not None and what.is_kept
         response = response_object(id, int(request.time_s), service.name, body, is_kept)
-        writer = ResponseWriter(response, service, len(chat.prompt_ids), chat.output())
+        writer = ResponseWriter(response, service, len(chat.prompt_ids), chat.output(), body.offered(past))
         return _Parsed(Job(service, generation, writer, bool(body.stream)), writer, what)
 
     def count(self, request: HttpRequest) -> Reply | Fetch:
@@ -127,7 +127,7 @@ class Responses:
 
     async def respond(self, request: HttpRequest, parsed: _Parsed) -> Reply:
         """Raises ServingError before anything is answered."""
-        job, writer, what = parsed
+        job, writer, what = parsed.job, parsed.writer, parsed.what
         keeping = None if self._store is None or what is None else Keeping(self._store, request.tenant, what)
         return await answer(replace(job, beside=Run(self._running, job, writer, keeping)))
 

@@ -12,6 +12,8 @@ from kvloom.server.chat.output import ChatOutput
 from kvloom.server.dialects.ids import new_id
 from kvloom.server.dialects.openai.shapes import chat_logprobs
 from kvloom.server.dialects.responses.bodies import ResponsesBody, Text
+from kvloom.server.dialects.responses.calls import CallItem
+from kvloom.server.dialects.responses.tools import Choice, NamedChoice, Tools
 from kvloom.server.errors import openai_error
 from kvloom.server.http.reply import Reply
 from kvloom.server.http.sse import named_event
@@ -45,8 +47,8 @@ def response_object(id: str, created: int, model: str, body: ResponsesBody, is_k
         "store": is_kept,
         "temperature": body.temperature,
         "text": _text(body.text),
-        "tool_choice": "auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
-        "tools": msgspec.to_builtins(body.tools or []),
+        "tool_choice": _choice(body.tool_choice),
+        "tools": body.tools or [],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": body.truncation or "disabled",
@@ -54,6 +56,10 @@ def response_object(id: str, created: int, model: str, body: ResponsesBody, is_k
         "user": None,
         **({"conversation": {"id": body.conversation_id}} if body.conversation_id else {}),
     }
+
+
+def _choice(choice: Choice | None) -> str | Json:
+    return _given(choice) if isinstance(choice, NamedChoice) else choice or "auto"
 
 
 def _text(text: Text | None) -> Json:
@@ -76,14 +82,18 @@ class ResponseWriter:
     by one as they are made, for they show the response as it is by then.
     """
 
-    def __init__(self, response: Json, service: GenerationService, num_prompt: int, output: ChatOutput) -> None:
-        self.response = response
+    def __init__(
+        self, response: Json, service: GenerationService, num_prompt: int, output: ChatOutput, tools: Tools
+    ) -> None:
+        """`response`: as response_object made it. `tools`: what calls are of."""
+        self.response, self._tools = response, tools
         self.is_cancelled = False  # then the next event is its last
         self._service, self._output = service, output
         self._num_events = 0
         self._num_prompt = num_prompt
         self._num_output = self._num_cached = 0
         self._item: Json | None = None  # the open item, the last of the output
+        self._call: CallItem | None = None  # which it is, if it is one
         self._logprobs: list[Json] = []  # of tokens whose text has not come yet
         self.has_begun = False
 
@@ -148,14 +158,13 @@ class ResponseWriter:
                 self._part()["text"] += text
                 yield self._of_part("response.reasoning_text.delta", delta=text)
             case ToolCallStart(_, name):
-                yield from self._open_item(
-                    {"id": f"fc_{new_id()}", "type": "function_call", "status": "in_progress"}
-                    | {"call_id": f"call_{new_id()}", "name": name, "arguments": ""}
-                )
+                call = CallItem(self._tools.called(name))
+                yield from self._open_item(call.item)
+                self._call = call
             case ToolCallArguments(_, text):
-                assert self._item is not None, "arguments before their call"
-                self._item["arguments"] += text
-                yield self._of_call("response.function_call_arguments.delta", delta=text)
+                assert self._call is not None, "arguments before their call"
+                for kind, said in self._call.add(text):
+                    yield self._of_call(kind, **said)
 
     def _end(self, reason: FinishReason) -> Iterator[Event]:
         """Close open items; the response has its final status then. An answer without output is an empty message."""
@@ -204,9 +213,9 @@ class ResponseWriter:
         item = self._item
         if item is None:
             return
-        if item["type"] == "function_call":
-            done = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._of_call("response.function_call_arguments.done", **done)
+        if self._call is not None:
+            for kind, said in self._call.end():
+                yield self._of_call(kind, **said)
         else:
             part = self._part()
             told = {"text": part["text"]} | ({"logprobs": part["logprobs"]} if item["type"] == "message" else {})
@@ -214,7 +223,7 @@ class ResponseWriter:
             yield self._of_part("response.content_part.done", part=part)
         item["status"] = status
         yield self._of_item("response.output_item.done")
-        self._item = None
+        self._item = self._call = None
 
     def _part(self) -> Json:
         assert self._item is not None
