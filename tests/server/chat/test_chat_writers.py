@@ -14,6 +14,7 @@ from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, Tool
 from kvloom.server.dialects.anthropic import shapes as anthropic
 from kvloom.server.dialects.anthropic.shapes import MessageWriter, Told
 from kvloom.server.dialects.openai.shapes import chat_logprobs
+from kvloom.server.dialects.responses import calls
 from kvloom.server.dialects.responses import shapes as responses
 from kvloom.server.dialects.responses.shapes import ResponseWriter
 from kvloom.server.dialects.responses.tools import Tools
@@ -35,7 +36,7 @@ CUT = ANSWER[:6]
 @pytest.fixture(autouse=True)
 def numbered_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = itertools.count()
-    for module in (anthropic, responses):
+    for module in (anthropic, responses, calls):
         monkeypatch.setattr(module, "new_id", lambda: str(next(numbers)))
 
 
