@@ -11,7 +11,8 @@ import json
 
 from benches.kernels.formats import RandomFile, q4_k_m, random_rows
 from kvloom.bench.kernels import measure
-from kvloom.checkpoints.families.spec import Attention, DecoderSpec, Experts, Layer, Rope
+from kvloom.checkpoints.families.mixers import Attention, Rope
+from kvloom.checkpoints.families.spec import DecoderSpec, Experts, Layer
 from kvloom.checkpoints.quantized.blocks import KINDS
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 

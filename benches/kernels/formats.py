@@ -14,7 +14,8 @@ import gguf
 import numpy as np
 
 from kvloom.bench.kernels import measure
-from kvloom.checkpoints.families.spec import Attention, DecoderSpec, Layer, Rope
+from kvloom.checkpoints.families.mixers import Attention, Rope
+from kvloom.checkpoints.families.spec import DecoderSpec, Layer
 from kvloom.checkpoints.quantized.blocks import KINDS, form_of
 from kvloom.checkpoints.source import RawTensor, Tensor, as_rows
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions

@@ -58,7 +58,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     family = family_of(name, str(folder / "config.json"))
     spec = family.spec(config)
     spec = spec if has_head(name) else spec.without_head()
-    layout = folder_layout(family, scheme)
+    layout = folder_layout(family, scheme, folder_file.tensor_names(folder))
     source = folder_file.SafetensorsSource(folder, file_shapes(layout, spec), family.names, scheme)
     if spec.tie_embeddings and source.has_own_head():  # as transformers does since 5.23
         spec = replace(spec, tie_embeddings=False)

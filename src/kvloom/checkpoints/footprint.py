@@ -2,7 +2,8 @@
 
 weights    of the cpu backend: packed matrices and an embedding; of the reference backend: its element type
 process    interpreter and libraries, and a tokenizer by the size of its vocabulary
-a token    a key and a value of every layer and KV head, in the type of the KV cache
+a token    a key and a value of every layer with attention and KV head, in the type of the KV cache
+a state    float32, of every layer that keeps one, for each running sequence
 """
 
 import math
@@ -57,7 +58,12 @@ def kv_head_bytes(kept: str, backend: str, head_dim: int) -> int:
 def kv_token_bytes(config: EngineConfig, backend: str, spec: DecoderSpec) -> int:
     """Bytes of one token's keys and values in all layers and heads. `backend`: "cpu" or "reference"."""
     head_bytes = kv_head_bytes(kv_dtype(config, backend), backend, spec.head_dim)
-    return 2 * spec.num_layers * spec.num_kv_heads * head_bytes
+    return 2 * len(spec.attention) * spec.num_kv_heads * head_bytes
+
+
+def state_bytes(spec: DecoderSpec) -> int:
+    """Bytes of the state of one sequence, whatever its length; 0 = no layer keeps one."""
+    return 4 * spec.state_floats
 
 
 def weight_bytes(config: EngineConfig, backend: str, spec: DecoderSpec, form_of: FormOf) -> int:

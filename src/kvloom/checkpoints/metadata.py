@@ -72,6 +72,13 @@ CONFIG_KEYS = {  # Hugging Face's names -> GGUF's, behind the architecture's nam
     "expert_gating_func": "expert_gating_func",
     "moe_layer_interval": "interleave_moe_layer_step",
     "num_nextn_predict_layers": "nextn_predict_layers",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_inner_size": "ssm.inner_size",
+    "full_attention_interval": "full_attention_interval",
+    "recurrent_layers": "attention.recurrent_layers",
 }
 _HAS_WINDOW = ("gemma2", "gemma-embedding", "gpt-oss")  # also where the file does not say so
 _NONE_IF_ZERO = (  # where converters write 0 to say that the model has none

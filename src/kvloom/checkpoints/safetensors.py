@@ -40,6 +40,18 @@ LAYER_NAMES = {
     "mlp_post_norm": "post_feedforward_layernorm.weight",
     "o_bias": "self_attn.o_proj.bias",
     "sinks": "self_attn.sinks",
+    "q_gated": "self_attn.q_proj.weight",
+    "conv_in": "linear_attn.in_proj_qkv.weight",
+    "gate_in": "linear_attn.in_proj_z.weight",
+    "beta_in": "linear_attn.in_proj_b.weight",
+    "decay_in": "linear_attn.in_proj_a.weight",
+    "qkvz": "linear_attn.in_proj_qkvz.weight",
+    "ba": "linear_attn.in_proj_ba.weight",
+    "conv": "linear_attn.conv1d.weight",
+    "decay": "linear_attn.A_log",
+    "decay_bias": "linear_attn.dt_bias",
+    "delta_norm": "linear_attn.norm.weight",
+    "out": "linear_attn.out_proj.weight",
     "router": "mlp.gate.weight",
     "router_bias": "mlp.router.bias",
     "experts.gate": "mlp.experts.{}.gate_proj.weight",
@@ -77,6 +89,11 @@ def file_name(name: str, own: Mapping[str, str] = _NO_NAMES) -> str:
         _, expert, part = part.split(".")
         part = f"experts.{part}"
     return f"{own.get('layers', 'model.layers')}.{index}.{(own.get(part) or LAYER_NAMES[part]).format(expert)}"
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """Names of the tensors of a folder's files. Raises ModelError."""
+    return [key for path in _weight_files(folder) for key in _entries(path, MappedFile(path))]
 
 
 class SafetensorsSource:
@@ -163,8 +180,8 @@ class SafetensorsSource:
             raise ModelError(f"{self._folder}: tensor {key} is missing")
         self._read.add(key)
         path, _, entry = self._tensors[key]
-        is_row = len(shape) == 1 and entry.shape == (1, *shape)  # Ernie's correction of scores
-        check_shape(key, shape if is_row else entry.shape, shape, str(path))
+        others = {(1, *shape), (shape[0], 1, *shape[1:])}  # Ernie's correction of scores; weights of convolutions
+        check_shape(key, shape if entry.shape in others else entry.shape, shape, str(path))
         if entry.kind not in kinds:
             known = "known are F32, F16 and BF16" if kinds == FLOATS else f"known is {kinds[0]}"
             raise ModelError(f"{path}: tensor {key} is {entry.kind:.80}; {known}")

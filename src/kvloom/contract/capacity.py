@@ -6,9 +6,11 @@ The formulas are those of the tuning guide (spec 2.3.2), in bytes instead of GB:
   Total Block Num    floor(cache bytes / bytes of a block)                     total_blocks
   Block Num          ceil(input / block size) + ceil(output / block size)      blocks_per_seq
   maxBatchSize       floor(Total Block Num / Block Num)                        max_batch
+
+Where layers keep a state, each running sequence has one besides its blocks; STATE_SHARE says how both share the cache.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvloom.contract.errors import BadRequest, OutOfMemory
@@ -25,6 +27,7 @@ class Ahead(NamedTuple):
 GIB = 1 << 30
 SHARE = 0.8  # of what the weights leave; the rest is a reserve for activations, sampling and other programs
 WORKING_BYTES = 128 << 20  # of the server, which still starts, and of steps: where they share the cache's memory
+STATE_SHARE = 0.5  # of the cache, for states at most, unless one alone takes more
 AUTO_MAX_CPU_BYTES = 2 * GIB  # default, where the cache shares its memory with the rest of the machine
 AHEAD = Ahead(16 << 20, 256 << 20, 512 << 20)
 AUTO_MAX_HOST_BYTES = 5 * GIB  # default, of the host pool for swapped-out sequences
@@ -40,6 +43,7 @@ class CacheShape:
     block_size: int  # tokens a block
     num_caches: int = 2  # keys and values
     world_size: int = 1
+    state_bytes: int = 0  # of one sequence on one rank, whatever its length
 
     def __post_init__(self) -> None:
         if self.num_kv_heads % self.world_size:
@@ -83,10 +87,11 @@ def bytes_of_gb(size_gb: float) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Blocks of the device's pool, and of the host's pool for swapped-out sequences."""
+    """Blocks of the device's pool, and of the host's pool for swapped-out sequences; states of running sequences."""
 
     num_blocks: int
     num_host_blocks: int
+    num_states: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,36 +132,64 @@ def plan_pools(wanted: CapacityRequest, shape: CacheShape, machine: Machine, wei
     """Sizes of both pools. Raises OutOfMemory, one sentence that says which number to lower and to what."""
     left = machine.free_bytes - weight_bytes // shape.world_size
     working = machine.working_bytes if wanted.is_automatic else 0
-    if left - working < shape.block_bytes:
+    if left - working < shape.block_bytes + shape.state_bytes:
         more = f" and work {_gb(working)}" if working else ""
         raise OutOfMemory(
             f"out of memory: {_gb(machine.free_bytes)} are free, the weights take {_gb(weight_bytes)}{more}; "
             "take a smaller model or a smaller weight_format"
         )
+    num_states = _num_states(wanted, shape, machine, weight_bytes)
+    wanted = replace(wanted, max_batch=num_states or wanted.max_batch)
     num_blocks = _device_blocks(wanted, shape, machine, weight_bytes)
     host_left = machine.free_host_bytes
     if machine.is_shared:
-        host_left = max(0, left - machine.num_sharing * num_blocks * shape.block_bytes)
-    return Pools(num_blocks, _host_blocks(wanted, shape.block_bytes, host_left, machine.num_sharing))
+        taken = num_blocks * shape.block_bytes + num_states * shape.state_bytes
+        host_left = max(0, left - machine.num_sharing * taken)
+    return Pools(num_blocks, _host_blocks(wanted, shape.block_bytes, host_left, machine.num_sharing), num_states)
+
+
+def _num_states(wanted: CapacityRequest, shape: CacheShape, machine: Machine, weight_bytes: int) -> int:
+    """States that sequences may have at once: at least one, and no more than leave room for the longest sequence."""
+    if not shape.state_bytes:
+        return 0
+    if wanted.num_blocks is not None:
+        budget = cache_bytes(machine.free_bytes, weight_bytes, shape.world_size)
+        room = budget - wanted.num_blocks * shape.block_bytes
+    else:
+        budget = _automatic_bytes(shape, machine, weight_bytes)
+        most = machine.free_bytes - weight_bytes // shape.world_size - machine.working_bytes
+        if wanted.kv_cache_bytes is not None:
+            budget = most = wanted.kv_cache_bytes
+        longest = -(-wanted.max_seq_len // shape.block_size) * shape.block_bytes
+        room = min(int(budget * STATE_SHARE), most - longest)
+    return max(1, min(wanted.max_batch, room // shape.state_bytes))
+
+
+def _automatic_bytes(shape: CacheShape, machine: Machine, weight_bytes: int) -> int:
+    """Bytes of a cache whose size is measured."""
+    budget = cache_bytes(machine.free_bytes, weight_bytes, shape.world_size, machine.working_bytes)
+    return min(budget // machine.num_sharing, AUTO_MAX_CPU_BYTES) if machine.is_shared else budget
 
 
 def _device_blocks(wanted: CapacityRequest, shape: CacheShape, machine: Machine, weight_bytes: int) -> int:
+    """`wanted.max_batch`: sequences that run at once, each of which has a state."""
     block_bytes, per_seq = shape.block_bytes, -(-wanted.max_seq_len // shape.block_size)
-    left = machine.free_bytes - weight_bytes // shape.world_size
+    states = wanted.max_batch * shape.state_bytes
+    left = machine.free_bytes - weight_bytes // shape.world_size - states
     if wanted.num_blocks is not None:
         _refuse("num_blocks", wanted.num_blocks * block_bytes, left, str(left // block_bytes))
         return wanted.num_blocks
     if wanted.kv_cache_bytes is not None:
-        num_blocks, name = total_blocks(wanted.kv_cache_bytes, shape), "kv_cache_bytes (npuMemSize)"
-        _refuse(name, wanted.kv_cache_bytes, left, _gb(int(left * SHARE)))
+        num_blocks, name = total_blocks(wanted.kv_cache_bytes - states, shape), "kv_cache_bytes (npuMemSize)"
+        _refuse(name, wanted.kv_cache_bytes, left + states, _gb(int((left + states) * SHARE)))
         if num_blocks < per_seq:
             raise OutOfMemory(
-                f"{name}: {wanted.kv_cache_bytes} bytes hold {num_blocks * shape.block_size} tokens, fewer than "
-                f"max_seq_len {wanted.max_seq_len}; lower max_seq_len or give at least {per_seq * block_bytes}"
+                f"{name}: {wanted.kv_cache_bytes} bytes hold {max(0, num_blocks) * shape.block_size} tokens, fewer "
+                f"than max_seq_len {wanted.max_seq_len}; lower max_seq_len or give at least "
+                f"{per_seq * block_bytes + shape.state_bytes}"
             )
         return min(num_blocks, per_seq * wanted.max_batch)
-    budget = cache_bytes(machine.free_bytes, weight_bytes, shape.world_size, machine.working_bytes)
-    budget = min(budget // machine.num_sharing, AUTO_MAX_CPU_BYTES) if machine.is_shared else budget
+    budget = _automatic_bytes(shape, machine, weight_bytes) - states
     left -= machine.working_bytes
     _refuse("max_seq_len", per_seq * block_bytes, left, f"{left // block_bytes * shape.block_size} tokens")
     return max(per_seq, min(total_blocks(budget, shape), per_seq * wanted.max_batch))

@@ -50,6 +50,9 @@ class Work(msgspec.Struct, array_like=True):
     blocks: list[int]
     draft: list[int] = []
     loads: list[tuple[int, int]] = []
+    state: int = (
+        -1
+    )  # where a fresh or preempted sequence has its state from now on; -1 = as before, or the model has none
 
 
 class Transfer(msgspec.Struct, array_like=True):
@@ -182,11 +185,13 @@ class RankInfo(msgspec.Struct, array_like=True):
     # tokens attend to later ones: a prompt is computed in one step, and its blocks are not cached
     sees_ahead: bool = False
     takes_again: bool = False  # Batch.again may be sent
+    num_states: int = 0  # sequences that may run at once, each with a state, if layers keep one; 0 = they do not
+    state_bytes: int = 0  # of one sequence
 
     @property
-    def cache_shape(self) -> tuple[int, int, int, int]:
+    def cache_shape(self) -> tuple[int, int, int, int, int]:
         """Must be equal for all ranks of a model, because the engine's block numbers hold for all."""
-        return self.num_blocks, self.block_size, self.kv_bytes, self.num_host_blocks
+        return self.num_blocks, self.block_size, self.kv_bytes, self.num_host_blocks, self.num_states
 
 
 class LoadAdapter(msgspec.Struct, array_like=True, tag="load_adapter"):

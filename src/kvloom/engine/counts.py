@@ -61,6 +61,6 @@ def gauges(seqs: Sequence[Seq], pool: BlockPool) -> dict[str, Any]:
         "num_cached_blocks": pool.num_cached,
         "num_evicted_blocks": pool.num_evicted,
         "num_swapped": sum(bool(seq.host_blocks) for seq in seqs),
-        "num_host_blocks": pool.host.num_blocks,
+        "num_host_blocks": pool.host.count,
         "num_free_host_blocks": pool.host.num_free,
     }

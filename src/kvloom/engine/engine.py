@@ -25,6 +25,7 @@ from kvloom.engine.counts import Counts, gauges
 from kvloom.engine.giving import GivenEnds, check_giving, giving_of
 from kvloom.engine.link.executor import Executor
 from kvloom.engine.live import Arrivals, Fresh, Live, oldest_wait_s
+from kvloom.engine.room import limits_of, pool_of
 from kvloom.engine.schedule.again import Again
 from kvloom.engine.schedule.ahead import may_follow, must_wait
 from kvloom.engine.schedule.blocks import BlockPool
@@ -85,8 +86,7 @@ class Engine:
         self.max_seq_len = min(info.max_seq_len, self.config.max_seq_len or info.max_seq_len)
         self.max_seq_len = min(self.max_seq_len, info.num_blocks * info.block_size)
         self._ends = Ends(self._vocabulary.eos_ids, self.max_seq_len)
-        self._limits = self.config.limits(info.block_size)
-        self._pool = BlockPool(info.num_blocks, self.config.enable_prefix_cache, info.num_host_blocks)
+        self._limits, self._pool = limits_of(self.config, info), pool_of(self.config, info)
         tier = self.config.kv_tier
         self._transfers = Transfers(self._pool, tier.timeout_s if tier else None)
         self._plan = Plan()  # the last one
@@ -124,7 +124,7 @@ class Engine:
         seq.may_reuse = request.may_reuse and not seq.is_whole
         seq.giving = giving_of(request, self._limits.block_size)
         seq.extend_hashes(self._limits.block_size)
-        live.lookup = lookup_of(self.config)
+        live.lookup = lookup_of(self.config, self._executor.info)
         seq.may_run_ahead = live.lookup is None  # a draft follows from the last token, so that must be known
         self._counts.add("total_requests")
         self._counts.add("total_prompt_tokens", seq.num_prompt)

@@ -32,6 +32,7 @@ def check(config: EngineConfig) -> int:
     if config.device == "cpu":
         num_blocks += pools.num_blocks
         weight_bytes = footprint.weight_bytes(config, backend, spec, checkpoint.weights.form)
+        weight_bytes += pools.num_states * footprint.state_bytes(spec)
     return weight_bytes + num_blocks * block_size * token_bytes
 
 

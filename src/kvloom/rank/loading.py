@@ -52,9 +52,11 @@ def open_runner(
         if opened is None:
             opened = _open_reference(config, checkpoint, max_seq_len, progress, (rank, rendezvous))
         backend, pools = opened
+        _tell_states(config, spec)
         embedding, lacks = checkpoint.embedding, _lacks(checkpoint)
         facts = ModelFacts(spec.vocab_size, max_seq_len, eos_ids, embedding, lacks, spec.sees_ahead, reach_of(spec))
-        guides = Guides(functools.partial(_tokenizer, config.model), spec.vocab_size, must_wait=config.world_size > 1)
+        must_wait = config.world_size > 1 or spec.state_floats > 0  # no token is computed twice
+        guides = Guides(functools.partial(_tokenizer, config.model), spec.vocab_size, must_wait)
         return ModelRunner(backend, facts, pools.num_host_blocks, guides)
 
 
@@ -64,14 +66,28 @@ def _lacks(checkpoint: Checkpoint) -> dict[str, str]:
     if spec.sees_ahead:
         why = "its tokens see those behind them"
         return {"generation": f"{why}, it {makes}", "kv_transfer": f"{why}, so no part of a prompt is kept"}
-    return {} if spec.has_logits else {"generation": f"its checkpoint has no head for text, it {makes}"}
+    lacks = {} if spec.has_logits else {"generation": f"its checkpoint has no head for text, it {makes}"}
+    if spec.state_floats:
+        lacks["kv_transfer"] = "its layers keep states, which are no part of a prompt's blocks"
+    return lacks
+
+
+def _tell_states(config: EngineConfig, spec: DecoderSpec) -> None:
+    """What was asked for and is switched off, because layers keep a state that only goes forward."""
+    asked = {
+        "numSpeculativeTokens": config.num_speculative_tokens,
+        "cpuMemSize": config.num_host_blocks or config.host_cache_bytes,
+    }
+    off = [name for name, value in asked.items() if value]
+    if spec.state_floats and off:
+        log.warning("%s: layers of %s keep states: switched off is %s", config.model, spec.family, ", ".join(off))
 
 
 def reach_of(spec: DecoderSpec) -> int:
     """See RankInfo.reach: the widest window, plus what the kernels read with it, because they read keys 128 at a
     time.
     """
-    windows = [layer.mixer.window or 0 for layer in spec.layers]
+    windows = [mixer.window or 0 for _, mixer in spec.attention]
     return max(windows) + _KEYS_AT_ONCE - 1 if all(windows) and not spec.sees_ahead else 0
 
 
@@ -125,7 +141,7 @@ def _open_kernels(
             spec,
             checkpoint.weights,
             pools.num_blocks,
-            CpuOptions(weight_format, kv_dtype, packed=_packed(config, checkpoint), block_size=size),
+            CpuOptions(weight_format, kv_dtype, None, None, _packed(config, checkpoint), size, pools.num_states),
             progress,
         )
     except ModelError as error:
@@ -156,7 +172,7 @@ def _open_reference(
     torch_backend = _torch_backend(_needs_torch(config))
     mesh = torch_backend.join_mesh(config, *seat)
     pools = torch_backend.least_pools(pools_for(config, "reference", checkpoint, max_seq_len, size), mesh, config)
-    options = torch_backend.options_of(config, size, mesh)
+    options = torch_backend.options_of(config, size, mesh, pools.num_states)
     backend = torch_backend.ReferenceBackend(spec, checkpoint.weights, pools.num_blocks, options, progress)
     return backend, pools
 
@@ -188,16 +204,23 @@ def _kernels_fit(config: EngineConfig) -> bool:
 def pools_for(config: EngineConfig, backend: str, checkpoint: Checkpoint, max_seq_len: int, block_size: int) -> Pools:
     """Sizes of both KV pools for the memory that is free now. Raises OutOfMemory."""
     spec = checkpoint.spec
+    swapped = (0, 0) if spec.state_floats else (config.num_host_blocks, config.host_cache_bytes)
     wanted = CapacityRequest(
         config.num_blocks,
         config.kv_cache_bytes,
-        config.num_host_blocks,
-        config.host_cache_bytes,
+        *swapped,
         max_seq_len,
         config.max_batch,
     )
     head_bytes = footprint.kv_head_bytes(footprint.kv_dtype(config, backend), backend, spec.head_dim)
-    shape = CacheShape(spec.num_layers, spec.num_kv_heads, head_bytes, block_size, world_size=config.world_size)
+    shape = CacheShape(
+        len(spec.attention),
+        spec.num_kv_heads,
+        head_bytes,
+        block_size,
+        world_size=config.world_size,
+        state_bytes=footprint.state_bytes(spec),
+    )
     host_bytes = available_bytes(config.world_size, config.promised_bytes)
     is_shared = config.device == "cpu"
     free_bytes = host_bytes if is_shared else _torch_backend(_needs_torch(config)).device_bytes(config.device)

@@ -11,6 +11,7 @@ import numpy as np
 from kvloom.checkpoints.embedding.pooling import Embedding
 from kvloom.checkpoints.fingerprint import fingerprint
 from kvloom.checkpoints.lora import read_adapter
+from kvloom.contract.errors import ModelError
 from kvloom.contract.messages import (
     AdapterInfo,
     Batch,
@@ -53,6 +54,7 @@ class _State:
     blocks: list[int] = field(default_factory=list)
     pooler: Pooler | None = None
     second: int = 0  # of NewSeq
+    place: int = -1  # of its state
 
     def adapter_at(self, position: int) -> int:
         """The adapter that acts on the token at `position`; 0 = none."""
@@ -110,6 +112,8 @@ class ModelRunner:
             sees_ahead=facts.sees_ahead,
             reach=facts.reach,
             takes_again=True,
+            num_states=backend.num_states,
+            state_bytes=backend.state_bytes,
         )
         self._backend = backend
         self._eos_ids = [id for id in facts.eos_ids if 0 <= id < facts.vocab_size]  # files write -1 for none
@@ -126,7 +130,9 @@ class ModelRunner:
         return self._blocks.layers
 
     def kv_memory(self, model: str) -> KvMemory:
-        """See rank.tier.tier.KvRunner."""
+        """See rank.tier.tier.KvRunner. Raises ModelError where blocks are not all that is kept of a prefix."""
+        if self.info.num_states:
+            raise ModelError(f"{model}: its layers keep states, which no outer KV tier holds: serve it without one")
         backend, blocks = self._backend, self._blocks
         return KvMemory(
             blocks.layers,
@@ -155,6 +161,8 @@ class ModelRunner:
         output = StepOutput([], [], 0.0)
         if batch.release:
             release_blocks(self.kv_layers, batch.release)
+            if not self._states:
+                release_blocks([[self._backend.sequence_states]], range(self._backend.num_states))
         self._swap.save(batch.swap_out)
         self._swap.load([pair for work in batch.work for pair in work.loads])
         if batch.work or batch.again:
@@ -190,7 +198,9 @@ class ModelRunner:
             self._works, self._num_again = self._written_out(asked.work), 0
         works = self._works
         for work in works:
-            self._states[work.id].blocks[work.first_block :] = work.blocks
+            state = self._states[work.id]
+            state.blocks[work.first_block :] = work.blocks
+            state.place = work.state if work.state >= 0 else state.place
         works = [work for work in works if self._is_known(work)]
         if not works:
             return
@@ -307,7 +317,12 @@ class ModelRunner:
         used = [self._states[work.id].adapter_at(work.start) for work in works]
         adapters = used if any(used) else ()
         ragged = Ragged(np.array(ids, np.int32), np.array(pos, np.int32), np.array(qstart, np.int32), table, adapters)
-        return ragged._replace(types=self._types(works))
+        return ragged._replace(types=self._types(works), places=self._places(works))
+
+    def _places(self, works: Sequence[Work]) -> Ints | None:
+        if not self._backend.num_states:
+            return None
+        return np.array([self._states[work.id].place for work in works], np.int32)
 
     def _types(self, works: Sequence[Work]) -> Ints | None:
         """Token types: 1 in the second of two texts, where a model distinguishes them; else None."""

@@ -44,14 +44,15 @@ def join_mesh(config: EngineConfig, rank: int, rendezvous: str) -> Mesh:
 
 def least_pools(pools: Pools, mesh: Mesh, config: EngineConfig) -> Pools:
     """The smallest sizes of all ranks, which every rank can hold."""
-    return Pools(*(mesh.least(number, config.device) for number in (pools.num_blocks, pools.num_host_blocks)))
+    sizes = (pools.num_blocks, pools.num_host_blocks, pools.num_states)
+    return Pools(*(mesh.least(number, config.device) for number in sizes))
 
 
-def options_of(config: EngineConfig, block_size: int, mesh: Mesh) -> ReferenceOptions:
+def options_of(config: EngineConfig, block_size: int, mesh: Mesh, num_states: int) -> ReferenceOptions:
     """How this rank computes. `block_size`: tokens."""
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     kv_dtype = _KV[footprint.kv_dtype(config, "reference")]
-    return ReferenceOptions(_device_of(config, mesh), dtype, kv_dtype, block_size, mesh)
+    return ReferenceOptions(_device_of(config, mesh), dtype, kv_dtype, block_size, mesh, num_states)
 
 
 def _device_of(config: EngineConfig, mesh: Mesh) -> str:

@@ -9,7 +9,8 @@ import gguf
 import numpy as np
 import torch
 
-from kvloom.checkpoints.families.spec import Attention, DecoderSpec, Experts, Layer, Rope
+from kvloom.checkpoints.families.mixers import Attention, Rope
+from kvloom.checkpoints.families.spec import DecoderSpec, Experts, Layer
 from kvloom.checkpoints.quantized.packed import PackedMatrix, Part
 from kvloom.checkpoints.quantized.scheme import Scheme
 from kvloom.checkpoints.source import RawTensor, Tensor
@@ -281,7 +282,9 @@ def ragged(parts: list[tuple[list[int], int, list[int]]], adapters: Sequence[int
         qstart.append(qstart[-1] + len(tokens))
     width = max(len(blocks) for _, _, blocks in parts)
     table = np.array([blocks + [-1] * (width - len(blocks)) for _, _, blocks in parts], np.int32)
-    return Ragged(int32(ids), int32(pos), int32(qstart), table, adapters), int32(list(range(len(ids))))
+    places = int32([blocks[0] for _, _, blocks in parts])  # a sequence keeps its first block
+    batch = Ragged(int32(ids), int32(pos), int32(qstart), table, adapters, places=places)
+    return batch, int32(list(range(len(ids))))
 
 
 def step(backend: Backend, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None = None) -> Head:

@@ -152,3 +152,40 @@ def test_what_does_not_fit_is_refused_with_the_number_to_lower(fields, says):
         plan_pools(wish(**fields), SMALL, Machine(4 * GIB, 4 * GIB, is_shared=True), GIB)
     with pytest.raises(ModelError, match="smaller model"):
         plan_pools(wish(**fields), SMALL, Machine(4 * GIB, 4 * GIB, is_shared=True), 5 * GIB)
+
+
+STATEFUL = CacheShape(num_layers=2, num_kv_heads=4, head_bytes=64, block_size=16, state_bytes=100 << 10)
+ROOMY = Machine(GIB, GIB, is_shared=True)
+
+
+def test_states_get_half_of_a_cache_at_most_and_blocks_the_rest():
+    planned = plan_pools(wish(kv_cache_bytes=1 << 20, max_batch=64), STATEFUL, ROOMY, 0)
+    assert planned == Pools((1 << 20) // (16 << 10) - 500 // 16 - 1, 0, num_states=5)
+    assert plan_pools(wish(kv_cache_bytes=1 << 20, max_batch=3), STATEFUL, ROOMY, 0).num_states == 3
+
+
+def test_blocks_beyond_what_all_sequences_with_a_state_can_hold_would_be_useless():
+    assert plan_pools(wish(max_batch=4), STATEFUL, ROOMY, 0) == Pools(4 * 10, 0, num_states=4)
+
+
+def test_the_longest_sequence_has_room_beside_its_state():
+    least = 10 * (16 << 10) + (100 << 10)
+    assert plan_pools(wish(kv_cache_bytes=least), STATEFUL, ROOMY, 0) == Pools(10, 0, num_states=1)
+    with pytest.raises(ModelError, match=f"hold 144 tokens, fewer than max_seq_len 160; .* at least {least}"):
+        plan_pools(wish(kv_cache_bytes=least - 1), STATEFUL, ROOMY, 0)
+    with pytest.raises(ModelError, match="hold 0 tokens, fewer than max_seq_len 160"):
+        plan_pools(wish(kv_cache_bytes=1), STATEFUL, ROOMY, 0)
+
+
+def test_with_a_given_number_of_blocks_states_take_what_is_left():
+    machine = Machine(2 << 20, GIB, is_shared=True)
+    room = int((2 << 20) * SHARE) - 40 * (16 << 10)
+    assert plan_pools(wish(num_blocks=40, max_batch=64), STATEFUL, machine, 0) == Pools(40, 0, room // (100 << 10))
+    with pytest.raises(ModelError, match=r"num_blocks asks for 0\.00 GB of KV cache and 0\.00 GB are left"):
+        plan_pools(wish(num_blocks=125), STATEFUL, machine, 0)
+
+
+def test_a_context_longer_than_an_automatic_cache_leaves_its_share_to_states():
+    machine = Machine(8 * GIB, 8 * GIB, is_shared=True)
+    long = wish(max_seq_len=16 * (3 * GIB >> 14), max_batch=64)
+    assert plan_pools(long, STATEFUL, machine, 0) == Pools(3 * GIB >> 14, 0, num_states=64)

@@ -76,6 +76,23 @@ def test_who_is_preempted_makes_room_by_what_is_still_its_own():
     assert (long.num_dropped, pool.num_free) == (0, 1)
 
 
+def test_a_sequence_has_a_state_from_its_admission_on_until_it_ends_or_is_preempted():
+    seqs, pool, limits = [make_seq(0, 7), make_seq(1, 4, first=100)], BlockPool(4, False, 0, 2), Limits(2, 20, BLOCK)
+    works = apply_step(plan := plan_step(seqs, pool, limits), pool)
+    assert [work.state for work in works] == [0, 1]
+    commit_step(plan, {0: [7], 1: [7]}, pool, BLOCK)
+    check(seqs, pool, BLOCK)
+    works = apply_step(plan := plan_step(seqs, pool, limits), pool)
+    assert [(work.id, work.state) for work in works] == [(0, -1), (1, -1)]
+    commit_step(plan, {0: [7], 1: [7]}, pool, BLOCK)
+    plan = run_step(seqs, pool, limits)
+    assert [seq.id for seq in plan.preempted] == [1]
+    assert (seqs[0].states, seqs[1].states, pool.states.num_free) == ([0], [], 1)
+    release_seq(seqs[0], pool, Status.FINISHED)
+    works = apply_step(plan_step(seqs, pool, limits), pool)
+    assert [(work.id, work.start, work.state) for work in works] == [(1, 0, 0)]
+
+
 def test_nothing_to_do_is_an_empty_plan():
     assert plan_step([], BlockPool(1), Limits(1, 1, BLOCK)) == Plan()
 
@@ -248,10 +265,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     NUM_BLOCKS = 8
     MAX_LENGTH = NUM_BLOCKS * BLOCK
     REACH = 0  # RankInfo's reach, in tokens
+    NUM_STATES = 0  # RankInfo's
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(self.NUM_BLOCKS, num_host_blocks=5)
+        num_host_blocks = 0 if self.NUM_STATES else 5
+        self.pool = BlockPool(self.NUM_BLOCKS, not self.NUM_STATES, num_host_blocks, self.NUM_STATES)
         self.seqs: list[Seq] = []
         self.next_id = 0
         self.under_way: list[Plan] = []  # oldest first
@@ -282,6 +301,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end(self, token: int, num_right: int, is_late: bool) -> None:
         """Ends the oldest step. `is_late`: the first sequence that was to get a token gets none."""
         plan = self.under_way.pop(0)
+        is_late = is_late and not self.NUM_STATES
         drafts = {step.seq.id: step.draft for step in plan.steps}
         sampled = {id: [*drafts[id][:num_right], token] for id in sampling_ids(plan)[is_late:]}
         lengths = {seq.id: len(seq.token_ids) for seq in self.seqs}
@@ -299,7 +319,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def guess(self, data: st.DataObject, draft: list[int]) -> None:
         seq = data.draw(st.sampled_from(self.seqs))
         seq.may_run_ahead = False
-        seq.draft = draft[: max(0, self.MAX_LENGTH - len(seq.token_ids) - 1)]
+        seq.draft = [] if self.NUM_STATES else draft[: max(0, self.MAX_LENGTH - len(seq.token_ids) - 1)]
 
     @precondition(lambda self: self.seqs)
     @rule(data=st.data())
@@ -366,5 +386,12 @@ class WindowedMachine(SchedulerMachine):
     REACH = 6
 
 
+class StatefulMachine(SchedulerMachine):
+    """The same for models whose layers keep states: as many as sequences run at once, and no prefix is cached."""
+
+    NUM_STATES = SchedulerMachine.LIMITS.max_batch
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestWindowedMachine = WindowedMachine.TestCase
+TestStatefulMachine = StatefulMachine.TestCase

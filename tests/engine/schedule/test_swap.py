@@ -8,9 +8,10 @@ from kvloom.contract.config import Limits
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.commit import apply_step, check, commit_step, release_seq, swap_out
+from kvloom.engine.schedule.places import Places
 from kvloom.engine.schedule.scheduler import Circumstances, plan_step
 from kvloom.engine.schedule.seq import Seq, Status
-from kvloom.engine.schedule.swap import HostPool, SwapCosts, is_swap_cheaper
+from kvloom.engine.schedule.swap import SwapCosts, is_swap_cheaper
 from tests.engine.schedule.test_scheduler import BLOCK, make_seq, run_step, sampling_ids
 from tests.engine.test_engine import truth
 from tests.support.engine.engines import drain, fake_engine, run_all, tokens_of
@@ -29,7 +30,7 @@ def test_two_copies_of_each_block_are_weighed_against_computing_each_token(
 @given(st.lists(st.integers(0, 5), max_size=20))
 @example([5, 5, 5])
 def test_the_host_pool_gives_each_block_to_one_holder(counts):
-    pool, held = HostPool(9), []
+    pool, held = Places(9), []
     for count in counts:
         free = pool.num_free
         blocks = pool.allocate(count)

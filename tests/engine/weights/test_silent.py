@@ -98,21 +98,25 @@ FOLDERS = [name for name in FAMILIES if name.endswith("ForCausalLM")]
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_that_says_only_its_sizes_is_what_transformers_makes_of_it(name: str):
-    kind = {"Gemma3ForCausalLM": "Gemma3TextConfig"}.get(name, name.replace("ForCausalLM", "Config"))
+    of_text = name.startswith(("Gemma3", "Qwen3_5"))
+    kind = name.replace("ForCausalLM", "TextConfig" if of_text else "Config")
     theirs = getattr(transformers, kind)(**BARE)
     spec = FAMILIES[name].spec(BARE)
     window = getattr(theirs, "sliding_window", None) if getattr(theirs, "use_sliding_window", True) else None
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 8
-    assert [layer.mixer.window for layer in spec.layers] == [
-        window if kind == "sliding_attention" and window else None for kind in kinds
+    assert [mixer.window for _, mixer in spec.attention] == [
+        window if kind == "sliding_attention" and window else None for kind in kinds if kind != "linear_attention"
     ]
+    assert [index for index, _ in spec.recurrent] == [i for i, kind in enumerate(kinds) if kind == "linear_attention"]
+    for _, mixer in spec.recurrent:
+        assert (mixer.num_k_heads, mixer.num_v_heads) == (theirs.linear_num_key_heads, theirs.linear_num_value_heads)
+        assert (mixer.k_dim, mixer.v_dim) == (theirs.linear_key_head_dim, theirs.linear_value_head_dim)
+        assert mixer.conv_width == theirs.linear_conv_kernel_dim
     ropes = theirs.rope_parameters
     thetas = [ropes.get(kind, ropes)["rope_theta"] for kind in kinds]
     if name not in ("GptOssForCausalLM", "Ministral3ForCausalLM"):  # silent, they have YaRN there; no file is
-        for layer, theta in zip(spec.layers, thetas, strict=True):
-            assert layer.mixer.rope is None or layer.mixer.rope.inv_freq[1] == pytest.approx(
-                theta ** (-2 / layer.mixer.rope.dim)
-            )
+        for index, mixer in spec.attention:
+            assert mixer.rope is None or mixer.rope.inv_freq[1] == pytest.approx(thetas[index] ** (-2 / mixer.rope.dim))
     assert spec.num_kv_heads == theirs.num_key_value_heads
     assert spec.norm_eps == theirs.rms_norm_eps
     assert spec.max_seq_len == theirs.max_position_embeddings

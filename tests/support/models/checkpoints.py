@@ -170,6 +170,26 @@ TINY_MODELS |= {
         },
     ),
 }
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+DELTA |= {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "head_dim": 32, "num_hidden_layers": 4}
+DELTA |= {"initializer_range": 0.2}
+DELTA_EXPERTS = {**DELTA, **QWEN_EXPERTS, "shared_expert_intermediate_size": 72}
+STATE, INTERVAL = "linear_attention", {"layer_types": None, "full_attention_interval": 2}
+TINY_MODELS |= {
+    "qwen3.5": ("Qwen3_5Text", DELTA),
+    "qwen3.5, a head of values each, tied": (
+        "Qwen3_5Text",
+        {**DELTA, "linear_num_value_heads": 2, "linear_value_head_dim": 32, "tie_word_embeddings": True},
+    ),
+    "qwen3.5, a state last": (
+        "Qwen3_5Text",
+        {**DELTA, "num_hidden_layers": 3, "layer_types": [STATE, FULL, STATE], "linear_conv_kernel_dim": 3},
+    ),
+    "qwen3.5, every second layer": ("Qwen3_5Text", {**DELTA, **INTERVAL}),
+    "qwen3.5 moe": ("Qwen3_5MoeText", DELTA_EXPERTS),
+    "qwen3 next": ("Qwen3Next", DELTA_EXPERTS),
+    "qwen3 next, a dense layer": ("Qwen3Next", {**DELTA_EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}),
+}
 VOCAB_SIZE = 128
 BASE = {
     "hidden_size": 64,
@@ -196,6 +216,8 @@ def tiny_model(name: str, **fields: Any) -> transformers.PreTrainedModel:
             continue
         if key.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(parameter, std=0.2)
+        elif key.endswith("A_log"):  # decays of all kinds, none of which forgets at once
+            torch.nn.init.uniform_(parameter, -4.0, 0.5)
         elif key.endswith(("bias", "sinks")):
             torch.nn.init.normal_(parameter)
         elif ".experts." in key or ".router." in key or "mlp.gate.weight" in key:

@@ -22,6 +22,14 @@ from kvloom.checkpoints.families.known.mixtures import (
 from kvloom.checkpoints.families.known.olmo import OLMO2, OLMO3
 from kvloom.checkpoints.families.known.phi3 import PHI3
 from kvloom.checkpoints.families.known.qwen import QWEN2, QWEN3
+from kvloom.checkpoints.families.known.qwen_hybrid import (
+    QWEN3_5,
+    QWEN3_5_GGUF,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_GGUF,
+    QWEN3_NEXT,
+    QWEN3_NEXT_GGUF,
+)
 from kvloom.checkpoints.families.known.seed import SEED
 from kvloom.contract.errors import ModelError
 
@@ -53,6 +61,11 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5,  # its text part; the vision part is not read
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,  # the same
+    "Qwen3NextForCausalLM": QWEN3_NEXT,
     "OlmoeForCausalLM": OLMOE,
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "GptOssForCausalLM": GPT_OSS,
@@ -87,6 +100,9 @@ FAMILIES: dict[str, Family] = {
     "exaone4": EXAONE4,
     "qwen2moe": QWEN2_MOE,
     "qwen3moe": QWEN3_MOE_GGUF,
+    "qwen35": QWEN3_5_GGUF,
+    "qwen35moe": QWEN3_5_MOE_GGUF,
+    "qwen3next": QWEN3_NEXT_GGUF,
     "olmoe": OLMOE,
     "granitemoe": GRANITE_MOE,
     "gpt-oss": GPT_OSS,

@@ -1,10 +1,11 @@
 """FamilyWeights: translates a checkpoint's tensors, in its family's layout, into those that a spec names.
 
-Some files hold q, k and v as one tensor, and gate and up as another; some hold the weights of norms minus one.
+Some files hold q, k and v as one tensor, and gate and up as another; some hold the weights of norms minus one; folders
+hold logarithms of decays.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from kvloom.checkpoints.families.expert_layers import Stacking
 from kvloom.checkpoints.families.family import Family
 from kvloom.checkpoints.families.interleaved import HalvedHeads
+from kvloom.checkpoints.families.picked import PICKED, pick, rows_of
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.families.stacked import StackedExperts, stacked_shapes
 from kvloom.checkpoints.quantized.numbers import Floats, Numbers
@@ -21,6 +23,9 @@ from kvloom.contract.errors import ModelError
 
 Shapes = dict[str, tuple[int, ...]]
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # rows in this order
+_WHOLES = _FUSED | PICKED
+_DECAY = ".decay"
+_PLAIN_NORM = "delta_norm"  # has no offset in any file
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +39,23 @@ class FileLayout:
     stacking: Stacking
     interleaved: bool
     is_packed: bool = False
+    has_log_decay: bool = False
 
 
-def folder_layout(family: Family, scheme: Scheme | None) -> FileLayout:
-    """Raises ModelError when the scheme is not for the family's files."""
+def folder_layout(family: Family, scheme: Scheme | None, names: Iterable[str]) -> FileLayout:
+    """`names`: of the files' tensors; experts may have tensors of their own where their family stacks gate and up.
+    Raises ModelError when the scheme is not for the family's files.
+    """
     is_packed = scheme is not None and scheme.layout == "mxfp4_experts"
     if is_packed and family.stacking != "interleaved":
         raise ModelError(
             f"quantization_config: quant_method mxfp4 is for the experts of gpt-oss, not for {family.name}"
         )
-    return FileLayout(family.fused, family.norm_offset, family.stacking, family.interleaved, is_packed)
+    stacking = family.stacking
+    if stacking == "gate_up" and any(".experts.0." in name for name in names):
+        stacking = ""
+    has_log_decay = family.recurrent is not None
+    return FileLayout(family.fused, family.norm_offset, stacking, family.interleaved, is_packed, has_log_decay)
 
 
 def gguf_layout(family: Family, has_sections: bool) -> FileLayout:
@@ -57,8 +69,10 @@ def file_shapes(layout: FileLayout, spec: DecoderSpec) -> Shapes:
     shapes = stacked_shapes(spec.tensor_shapes(), spec, layout.stacking, layout.is_packed)
     for index in range(spec.num_layers):
         for whole in layout.fused:
-            cut = [shapes.pop(f"layers.{index}.{part}") for part in _FUSED[whole]]
-            shapes[f"layers.{index}.{whole}"] = sum(rows for rows, _ in cut), cut[0][1]
+            names = [f"layers.{index}.{part}" for part in _WHOLES[whole]]
+            if names[0] in shapes:
+                cut = [shapes.pop(name) for name in names]
+                shapes[f"layers.{index}.{whole}"] = sum(rows for rows, _ in cut), cut[0][1]
     return shapes
 
 
@@ -66,23 +80,24 @@ def adapted(source: WeightSource, layout: FileLayout, spec: DecoderSpec) -> Weig
     """A source of the spec's tensors over `source`, which has the tensors of file_shapes."""
     if spec.experts and layout.stacking:
         source = StackedExperts(source, spec, layout.stacking, layout.is_packed)
-    elif layout.fused or layout.norm_offset:
-        source = FamilyWeights(source, spec, layout.norm_offset)
+    if layout.fused or layout.norm_offset or layout.has_log_decay:
+        source = FamilyWeights(source, spec, layout)
     return HalvedHeads(source, spec) if layout.interleaved else source
 
 
 class FamilyWeights:
     """See adapted."""
 
-    def __init__(self, source: WeightSource, spec: DecoderSpec, norm_offset: float) -> None:
-        self._source, self._shapes, self._norm_offset = source, spec.tensor_shapes(), norm_offset
+    def __init__(self, source: WeightSource, spec: DecoderSpec, layout: FileLayout) -> None:
+        self._source, self._shapes, self._layout = source, spec.tensor_shapes(), layout
+        self._mixers = [layer.mixer for layer in spec.layers]
         self._held = set(source.names())
 
     def names(self) -> list[str]:
         return list(self._shapes)
 
     def form(self, name: str) -> str:
-        return self._source.form(name if name in self._held else self._whole(name)[0])
+        return self._source.form(name if name in self._held else self._whole(name))
 
     def tensor(self, name: str) -> Tensor:
         """Raises ModelError when the spec has no such tensor."""
@@ -90,28 +105,41 @@ class FamilyWeights:
             raise ModelError(f"tensor {name} is not part of this model")
         if name not in self._held:
             return self._cut(name)
-        raw = self._source.tensor(name)
-        if not self._norm_offset or not name.endswith("norm"):
-            return raw
-        values = raw.float32() + np.float32(self._norm_offset)
-        return RawTensor(name, raw.shape, "f32", as_rows(values.view(np.uint8).reshape(-1), raw.shape))
+        raw, offset = self._source.tensor(name), self._layout.norm_offset
+        if offset and name.endswith("norm") and not name.endswith(_PLAIN_NORM):
+            return _floats(name, raw.float32() + np.float32(offset))
+        if self._layout.has_log_decay and name.endswith(_DECAY):
+            return _floats(name, -np.exp(raw.float32()))
+        return raw
 
     def _cut(self, name: str) -> Tensor:
         """The rows of a fused tensor that are this tensor, unchanged."""
-        whole, first = self._whole(name)
-        shape = self._shapes[name]
+        whole, shape = self._whole(name), self._shapes[name]
         raw = self._source.tensor(whole)
+        layer, part = name.rsplit(".", 1)
+        if whole.removeprefix(f"{layer}.") in PICKED:
+            return pick(name, raw, rows_of(part, self._mixers[int(layer.removeprefix("layers."))]))
+        first = self._first_row(name)
         if not isinstance(raw, RawTensor):
             return _RowsOf(name, shape, raw, first)
         assert len(raw.data) == math.prod(raw.shape[:-1]), "a row of the matrix is a row of bytes"
         return replace(raw, name=name, shape=shape, data=raw.data[first : first + shape[0]])
 
-    def _whole(self, name: str) -> tuple[str, int]:
-        """The fused tensor that contains this tensor, and the index of its first row there."""
+    def _whole(self, name: str) -> str:
+        """The fused tensor that contains this tensor."""
         layer, part = name.rsplit(".", 1)
-        whole, parts = next((whole, parts) for whole, parts in _FUSED.items() if part in parts)
-        before = parts[: parts.index(part)]
-        return f"{layer}.{whole}", sum(self._shapes[f"{layer}.{other}"][0] for other in before)
+        wholes = (f"{layer}.{whole}" for whole, parts in _WHOLES.items() if part in parts)
+        return next(whole for whole in wholes if whole in self._held)
+
+    def _first_row(self, name: str) -> int:
+        """Its first row in a tensor of _FUSED."""
+        layer, part = name.rsplit(".", 1)
+        parts = next(parts for parts in _FUSED.values() if part in parts)
+        return sum(self._shapes[f"{layer}.{other}"][0] for other in parts[: parts.index(part)])
+
+
+def _floats(name: str, values: Floats) -> RawTensor:
+    return RawTensor(name, values.shape, "f32", as_rows(values.view(np.uint8).reshape(-1), values.shape))
 
 
 @dataclass(frozen=True, slots=True)

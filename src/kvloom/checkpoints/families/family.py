@@ -5,8 +5,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvloom.checkpoints.families.expert_layers import Mixture, Stacking, experts_of, sparse_layers
+from kvloom.checkpoints.families.hybrid import hybrid_layers
+from kvloom.checkpoints.families.mixers import Attention, Recurrent
 from kvloom.checkpoints.families.positions import layers_of, sees_ahead
-from kvloom.checkpoints.families.spec import Attention, DecoderSpec
+from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.families.values import count, flag, positive
 from kvloom.contract.errors import ModelError
 
@@ -44,8 +46,11 @@ class Family:
     clamps_glu: bool = False  # swiglu_limit and swiglu_alpha
     mixture: Mixture | None = None  # for models whose configuration may have experts
     stacking: Stacking = ""  # of the experts in folders
+    gates_attention: bool = False  # see Attention.is_gated
+    recurrent: Callable[[Mapping[str, Any]], Recurrent] | None = None  # the mixer of its layers with a state
+    recurrent_kind: str = ""  # name of these layers in layer_types
     interleaved: bool = False  # rotary partners of q and k are side by side in all its files, in adapters too
-    fused: tuple[str, ...] = ()  # tensors that files hold as one: "qkv", "gate_up"
+    fused: tuple[str, ...] = ()  # tensors that files hold as one: "qkv", "gate_up", or those of picked.py
     norm_offset: float = 0.0  # folders hold the weights of norms minus this; GGUF files the weights themselves
     names: Mapping[str, str] = field(
         default_factory=dict
@@ -77,7 +82,10 @@ class Family:
         for key in _BIASES if own.get("qkv_bias", self.qkv_bias) else ("attention_bias", *_BIASES):
             if flag(config, key):
                 raise ModelError(f"{self.name} with {key} is not supported")
-        layers = layers_of(config, Attention(heads, kv_heads, head_dim), max_seq_len)
+        sizes = Attention(heads, kv_heads, head_dim, is_gated=self.gates_attention)
+        layers = layers_of(config, sizes, max_seq_len)
+        if self.recurrent is not None:
+            layers = hybrid_layers(layers, config, self.recurrent_kind, self.recurrent(config))
         experts = experts_of(config, self.mixture, len(layers)) if self.mixture else None
         ahead = sees_ahead(config)
         sparse = sparse_layers(config, len(layers)) if experts else [False] * len(layers)

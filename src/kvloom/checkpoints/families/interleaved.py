@@ -45,26 +45,23 @@ class HalvedHeads:
         if order is None:
             return whole
         if not isinstance(whole, RawTensor) or len(whole.shape) == 1:
-            return _Reordered(whole, order)
+            return Reordered(whole, order, whole.name)
         data = whole.data[order]
         data.flags.writeable = False
         return replace(whole, data=data)
 
 
 @dataclass(frozen=True, slots=True)
-class _Reordered:
-    """Rows of a tensor, or numbers of a vector, in another order; it is read whole."""
+class Reordered:
+    """Rows of a tensor, or numbers of a vector, in another order, or some of them; it is read whole."""
 
     whole: Tensor
     order: Order
-
-    @property
-    def name(self) -> str:
-        return self.whole.name
+    name: str
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.whole.shape
+        return (len(self.order), *self.whole.shape[1:])
 
     @property
     def form(self) -> str:

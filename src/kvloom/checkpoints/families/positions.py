@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from kvloom.checkpoints.families.mixers import Attention, Rope
 from kvloom.checkpoints.families.rope import ROPE_FIELDS, build_rope
-from kvloom.checkpoints.families.spec import Attention, Layer, Rope
+from kvloom.checkpoints.families.spec import Layer
 from kvloom.checkpoints.families.values import count, flag, positive, short
 from kvloom.checkpoints.fields import unknown_field
 from kvloom.contract.errors import ModelError

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvloom.checkpoints.families.spec import Rope
+from kvloom.checkpoints.families.mixers import Rope
 from kvloom.contract.errors import ModelError
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")

@@ -8,56 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kvloom.checkpoints.families.mixers import Attention, Mixer, Recurrent, Rope, Shapes
 from kvloom.contract.errors import ModelError
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary position embedding (Su et al. 2021) of a head's first `dim` dimensions; partners are i and i + dim/2.
-
-    `inv_freq` has dim/2 entries, every scaling rule already applied; `attention_factor` multiplies cos and sin.
-    Where no sequence is ever longer than `short_len` tokens, `short_freq` stands for inv_freq (LongRoPE).
-    """
-
-    inv_freq: tuple[float, ...]
-    attention_factor: float = 1.0
-    short_freq: tuple[float, ...] = ()
-    short_len: int = 0
-
-    @property
-    def dim(self) -> int:
-        """Dimensions of a head that are rotated."""
-        return 2 * len(self.inv_freq)
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """A mixer of tokens: softmax attention over keys and values, which are kept of every token. Each KV head serves
-    num_heads / num_kv_heads query heads.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope | None = None  # None = queries and keys without positions
-    window: int | None = None  # tokens that a query attends to on each visible side, itself included; None = all
-
-    @property
-    def q_size(self) -> int:
-        """Channels of all queries of a token."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Channels of all keys, and of all values, of a token."""
-        return self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """Properties in which the layers of one model may differ."""
 
-    mixer: Attention
+    mixer: Mixer
     has_experts: bool = False  # in place of one MLP
 
 
@@ -103,8 +62,9 @@ class DecoderSpec:
 
     Canonical tensor names (weights are [out, in]):
       embed [vocab, hidden]   norm [hidden]   head [vocab, hidden] (absent when tie_embeddings)
-      layers.N. attn_norm, q, k, v, o, q_bias, k_bias, v_bias, q_norm, k_norm, attn_post_norm,
+      layers.N. attn_norm, q, k, v, o, q_gate, q_bias, k_bias, v_bias, q_norm, k_norm, attn_post_norm,
                 mlp_norm, gate, up, down, mlp_post_norm, o_bias, sinks
+    and in place of q to v_bias, o_bias and sinks of a layer whose mixer has a state, what mixers.py says of it
     of an encoder, without norm, head, gate and the norms before branches:
       positions [num_positions, hidden]   types [num_types, hidden]   embed_norm, embed_norm_bias [hidden]
       layers.N. up_bias, down_bias, attn_post_norm_bias, mlp_post_norm_bias
@@ -150,9 +110,24 @@ class DecoderSpec:
         return len(self.layers)
 
     @property
+    def attention(self) -> list[tuple[int, Attention]]:
+        """(number of the layer, its mixer) of the layers with keys and values, in the order of these in the cache."""
+        return [(index, own.mixer) for index, own in enumerate(self.layers) if isinstance(own.mixer, Attention)]
+
+    @property
+    def recurrent(self) -> list[tuple[int, Recurrent]]:
+        """(number of the layer, its mixer) of the layers with a state, in the order of these in a sequence's memory."""
+        return [(index, own.mixer) for index, own in enumerate(self.layers) if isinstance(own.mixer, Recurrent)]
+
+    @property
+    def state_floats(self) -> int:
+        """Numbers that all layers together keep of a sequence besides keys and values; 0 = none."""
+        return sum(mixer.state_floats for _, mixer in self.recurrent)
+
+    @property
     def num_heads(self) -> int:
-        """Of every layer. Raises ModelError where layers differ, and so do num_kv_heads and head_dim: caches and
-        kernels have one size.
+        """Of every layer with attention. Raises ModelError where layers differ, and so do num_kv_heads and head_dim:
+        caches and kernels have one size.
         """
         return self._same("num_heads")
 
@@ -167,7 +142,9 @@ class DecoderSpec:
         return self._same("head_dim")
 
     def _same(self, name: str) -> int:
-        sizes = sorted({getattr(layer.mixer, name) for layer in self.layers})
+        sizes = sorted({getattr(mixer, name) for _, mixer in self.attention})
+        if not sizes:
+            raise ModelError(f"{self.family} without a layer of attention is not supported")
         if len(sizes) != 1:
             told = " and ".join(map(str, sizes))
             raise ModelError(f"{self.family} with layers of different {name} is not supported, got {told}")
@@ -176,7 +153,7 @@ class DecoderSpec:
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The distinct Ropes of all layers."""
-        return tuple(dict.fromkeys(layer.mixer.rope for layer in self.layers if layer.mixer.rope is not None))
+        return tuple(dict.fromkeys(mixer.rope for _, mixer in self.attention if mixer.rope is not None))
 
     def without_head(self) -> "DecoderSpec":
         """The same model without a head, for its states."""
@@ -185,19 +162,23 @@ class DecoderSpec:
     def served(self, max_seq_len: int) -> "DecoderSpec":
         """The spec to compute with if no sequence is longer than `max_seq_len` tokens."""
         short = {rope: replace(rope, inv_freq=rope.short_freq) for rope in self.ropes if max_seq_len <= rope.short_len}
-        mixers = (layer.mixer for layer in self.layers)
-        turned = (replace(own, rope=short.get(own.rope, own.rope) if own.rope else None) for own in mixers)
-        return self.with_mixers(tuple(turned)) if short else self
+        turned = {
+            index: replace(mixer, rope=short[mixer.rope])
+            for index, mixer in self.attention
+            if mixer.rope is not None and mixer.rope in short
+        }
+        mixers = (turned.get(index, layer.mixer) for index, layer in enumerate(self.layers))
+        return self.with_mixers(tuple(mixers)) if short else self
 
-    def with_mixers(self, mixers: Sequence[Attention]) -> "DecoderSpec":
+    def with_mixers(self, mixers: Sequence[Mixer]) -> "DecoderSpec":
         """The same model with other mixers, one for each layer."""
         return replace(
             self, layers=tuple(replace(layer, mixer=own) for layer, own in zip(self.layers, mixers, strict=True))
         )
 
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+    def tensor_shapes(self) -> Shapes:
         """Every tensor a checkpoint of this spec must hold, by canonical name."""
-        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden)} | self._outer_shapes()
+        shapes: Shapes = {"embed": (self.vocab_size, self.hidden)} | self._outer_shapes()
         if self.has_logits and not self.tie_embeddings:
             shapes["head"] = (self.vocab_size, self.hidden)
         dense = _mlp_shapes(self.hidden, self.intermediate)
@@ -210,7 +191,7 @@ class DecoderSpec:
             shapes |= {f"layers.{index}.{name}": shape for name, shape in own.items()}
         return shapes
 
-    def _outer_shapes(self) -> dict[str, tuple[int, ...]]:
+    def _outer_shapes(self) -> Shapes:
         """Shapes of the small tensors around the layers."""
         own = self.encoder
         if own is None:
@@ -222,41 +203,40 @@ class DecoderSpec:
             "embed_norm_bias": (self.hidden,),
         }
 
-    def _layer_shapes(self, mixer: Attention) -> dict[str, tuple[int, ...]]:
+    def _layer_shapes(self, mixer: Mixer) -> Shapes:
         """Of the mixer and the norms of its layer."""
-        q_size, kv_size, head_dim = mixer.q_size, mixer.kv_size, mixer.head_dim
-        before = {"attn_norm": (self.hidden,)} if self.norms in ("pre", "both") else {}
-        layer: dict[str, tuple[int, ...]] = before | {
-            "q": (q_size, self.hidden),
-            "k": (kv_size, self.hidden),
-            "v": (kv_size, self.hidden),
-            "o": (self.hidden, q_size),
-        }
+        before: Shapes = {"attn_norm": (self.hidden,)} if self.norms in ("pre", "both") else {}
+        layer = before | mixer.linears(self.hidden)
         if before:
             layer["mlp_norm"] = (self.hidden,)
         if self.norms != "pre":
             layer |= {"attn_post_norm": (self.hidden,), "mlp_post_norm": (self.hidden,)}
         if self.encoder:
             layer |= {"attn_post_norm_bias": (self.hidden,), "mlp_post_norm_bias": (self.hidden,)}
+        return layer | (self._attention_shapes(mixer) if isinstance(mixer, Attention) else mixer.vectors())
+
+    def _attention_shapes(self, mixer: Attention) -> Shapes:
+        """Its tensors that are no matrices."""
+        own: Shapes = {}
         if self.qkv_bias:
-            layer |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
+            own |= {"q_bias": (mixer.q_size,), "k_bias": (mixer.kv_size,), "v_bias": (mixer.kv_size,)}
         if self.qk_norm:
-            sizes = (head_dim, head_dim) if self.qk_norm != "row" else (q_size, kv_size)
-            layer |= {"q_norm": sizes[:1], "k_norm": sizes[1:]}
+            sizes = (mixer.q_size, mixer.kv_size) if self.qk_norm == "row" else (mixer.head_dim, mixer.head_dim)
+            own |= {"q_norm": sizes[:1], "k_norm": sizes[1:]}
         if self.o_bias:
-            layer["o_bias"] = (self.hidden,)
+            own["o_bias"] = (self.hidden,)
         if self.has_sinks:
-            layer["sinks"] = (mixer.num_heads,)
-        return layer
+            own["sinks"] = (mixer.num_heads,)
+        return own
 
 
-def _mlp_shapes(hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
+def _mlp_shapes(hidden: int, intermediate: int) -> Shapes:
     return {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
 
 
-def _expert_shapes(hidden: int, experts: Experts) -> dict[str, tuple[int, ...]]:
+def _expert_shapes(hidden: int, experts: Experts) -> Shapes:
     one = _mlp_shapes(hidden, experts.intermediate)
-    shapes: dict[str, tuple[int, ...]] = {"router": (experts.count, hidden)}
+    shapes: Shapes = {"router": (experts.count, hidden)}
     if experts.has_correction:
         shapes["router_correction"] = (experts.count,)
     if experts.has_bias:

@@ -60,10 +60,11 @@ class StackedExperts:
     """A WeightSource over one that has the tensors of stacked_shapes."""
 
     def __init__(self, source: WeightSource, spec: DecoderSpec, stacking: Stacking, is_packed: bool) -> None:
-        self._source, self._shapes, self._stacking, self._is_packed = source, spec.tensor_shapes(), stacking, is_packed
+        self._source, self._stacking, self._is_packed = source, stacking, is_packed
+        self._shapes = {name: shape for name, shape in spec.tensor_shapes().items() if _EXPERT in name}
 
     def names(self) -> list[str]:
-        return list(self._shapes)
+        return [name for name in self._source.names() if "_experts" not in name] + list(self._shapes)
 
     def form(self, name: str) -> str:
         if _EXPERT not in name:
@@ -74,10 +75,10 @@ class StackedExperts:
 
     def tensor(self, name: str) -> Tensor:
         """Raises ModelError when the spec has no such tensor."""
-        if name not in self._shapes:
-            raise ModelError(f"tensor {name} is not part of this model")
         if _EXPERT not in name:
             return self._source.tensor(name)
+        if name not in self._shapes:
+            raise ModelError(f"tensor {name} is not part of this model")
         stack, expert, own = self._stack(name)
         if name.endswith("_bias"):
             raw = self._source.tensor(f"{stack}_bias")

@@ -6,8 +6,9 @@ Pure bookkeeping; the bytes live in a backend. A block is in one of three states
   cached    refs == 0, but published under a hash: free, and found again by `match` until it is handed out
   empty     refs == 0, no hash
 
-Cached and empty blocks together are the free ones, handed out least recently released first. `host` counts the blocks
-of the second pool, where preempted sequences' blocks may wait.
+Cached and empty blocks together are the free ones, handed out least recently released first. `host` has the blocks
+of the second pool, where preempted sequences' blocks may wait; `states` the states of running sequences, if the model's
+layers keep some.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvloom.engine.schedule.swap import HostPool
+from kvloom.engine.schedule.places import Places
 
 
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -65,9 +66,9 @@ def extend_chain(
 class BlockPool:
     """Reference-counted KV blocks 0 .. num_blocks-1 with a prefix cache. Owned by the engine thread."""
 
-    def __init__(self, num_blocks: int, is_caching: bool = True, num_host_blocks: int = 0) -> None:
+    def __init__(self, num_blocks: int, is_caching: bool = True, num_host_blocks: int = 0, num_states: int = 0) -> None:
         self.num_blocks = num_blocks
-        self.host = HostPool(num_host_blocks)
+        self.host, self.states = Places(num_host_blocks), Places(num_states)
         self.is_caching = is_caching
         self._refs = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks

@@ -38,7 +38,7 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
     seq = step.seq
     new = pool.allocate(step.num_new_blocks)
     assert new is not None, "the plan promised blocks that are not free"
-    first, loads = 0, []
+    first, loads, state = 0, [], -1
     if seq.status is Status.WAITING:
         seq.status = Status.RUNNING
         seq.num_computed, seq.block_table = step.start, list(step.hits)
@@ -47,11 +47,22 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
             seq.num_cached = min(step.start, seq.num_prompt)
         loads = list(zip(seq.host_blocks[len(step.hits) :], new, strict=False))  # the cached blocks are not copied back
         forget_swapped(seq, pool)
+        state = _take_state(seq, pool)
     else:
         first = len(seq.block_table)
     seq.block_table += new
     seq.num_computing += step.num_tokens
-    return Work(seq.id, step.start, step.num_tokens, first, seq.block_table[first:], list(step.draft), loads)
+    return Work(seq.id, step.start, step.num_tokens, first, seq.block_table[first:], list(step.draft), loads, state)
+
+
+def _take_state(seq: Seq, pool: BlockPool) -> int:
+    """Give a state to a sequence that is admitted. Its first step begins at position 0 and reads no old contents."""
+    if pool.states.count == 0:
+        return -1
+    found = pool.states.allocate(1)
+    assert found is not None, "more sequences were admitted than states are there"
+    seq.states = found
+    return found[0]
 
 
 def forget_swapped(seq: Seq, pool: BlockPool) -> None:
@@ -82,6 +93,7 @@ def commit_step(
             continue
         tokens, seq.draft = sampled.get(seq.id), []
         is_void = tokens is None and step.start + step.num_tokens >= len(seq.token_ids)
+        assert not (seq.states and (is_void or step.draft)), "a state does not go back to compute a token again"
         seq.num_computing = 0 if is_void else seq.num_computing - step.num_tokens
         known = len(seq.token_ids) - (tokens is None)  # without a sampled token the last known one is computed again
         seq.num_computed = min(known, step.start + step.num_tokens - len(step.draft)) + max(0, len(tokens or ()) - 1)
@@ -124,7 +136,8 @@ def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
     if status is Status.FINISHED:
         forget_swapped(seq, pool)
     pool.release(seq.held_blocks)
-    seq.block_table = []
+    pool.states.release(seq.states)
+    seq.block_table, seq.states = [], []
     seq.num_computed = seq.num_computing = seq.num_published = seq.num_dropped = 0
     seq.status, seq.loading = status, ()
 
@@ -135,7 +148,7 @@ def forget_rank(seq: Seq) -> None:
         seq.giving.lose(is_computed=False)
     seq.num_preemptions += seq.status is Status.RUNNING
     seq.status, seq.loading, seq.is_asked = Status.WAITING, (), False
-    seq.block_table, seq.host_blocks = [], []
+    seq.block_table, seq.host_blocks, seq.states = [], [], []
     seq.num_computed = seq.num_computing = seq.num_published = seq.num_dropped = seq.num_swapped = 0
 
 
@@ -151,8 +164,10 @@ def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int, transferred: Se
         assert len(seq.host_blocks) == num_blocks_of(seq.num_swapped, block_size)
         assert not (seq.host_blocks and seq.block_table), "swapped out and running"
         assert 0 <= seq.num_dropped <= seq.num_published
+        assert bool(seq.states) == (seq.status is Status.RUNNING and pool.states.count > 0)
         for block in seq.held_blocks:
             held[block] = held.get(block, 0) + 1
     pool.host.check([block for seq in seqs for block in seq.host_blocks])
+    pool.states.check([state for seq in seqs for state in seq.states])
     for block in range(pool.num_blocks):
         assert pool.num_holders(block) == held.get(block, 0), f"block {block}: holders and block tables differ"

@@ -8,6 +8,7 @@ draft model; Yang et al. 2023, LLMA).
 from collections.abc import Sequence
 
 from kvloom.contract.config import EngineConfig
+from kvloom.contract.messages import RankInfo
 
 
 class PromptLookup:
@@ -52,8 +53,8 @@ class PromptLookup:
         self._num_indexed = max(self._num_indexed, len(token_ids) - 1)
 
 
-def lookup_of(config: EngineConfig) -> PromptLookup | None:
-    """The draft source of one sequence; None when speculation is off."""
-    if not config.num_speculative_tokens:
+def lookup_of(config: EngineConfig, info: RankInfo) -> PromptLookup | None:
+    """The draft source of one sequence; None when speculation is off, or a rejected draft would stay in a state."""
+    if not config.num_speculative_tokens or info.num_states:
         return None
     return PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max, config.num_speculative_tokens)

@@ -41,6 +41,7 @@ class Seq:
     num_cached: int = 0  # prompt tokens found in the cache at first admission
     num_preemptions: int = 0
     host_blocks: list[int] = field(default_factory=list)  # copies of its blocks while it is swapped out
+    states: list[int] = field(default_factory=list)  # its place among the states, while it runs a model with such
     num_swapped: int = 0  # tokens whose keys and values are in host_blocks
     priority: int = 0  # of the request
     max_len: int = 0  # tokens it can reach, answer included; reserved at admission when preemption is off

@@ -30,7 +30,8 @@ class Ragged(NamedTuple):
     ids, pos [T]: token ids and positions; qstart [S+1]: tokens qstart[s] .. qstart[s+1] belong to s, at consecutive
     positions; block_table [S, max_blocks], -1 = unused: position p of s lives in slot p % block_size of block
     block_table[s, p // block_size]; adapters [S]: what add_adapter was given, 0 = none; () = none for all. types [T]:
-    of tokens, for a model that has such; None = all 0.
+    of tokens, for a model that has such; None = all 0. places [S]: where each sequence has its state, for a model whose
+    layers keep one. It has zeros where a sequence begins, at position 0, whatever was there.
     """
 
     ids: Ints
@@ -39,6 +40,7 @@ class Ragged(NamedTuple):
     block_table: Ints
     adapters: Sequence[int] = ()
     types: Ints | None = None
+    places: Ints | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class Backend(Protocol):
     kv_bytes: int
     weight_bytes: int
     held_as: str  # how weights are stored, for people: "in 8 bits"
+    num_states: int  # sequences that may have a state at once; 0 = the model's layers keep none
+    state_bytes: int  # of one sequence
     kv_layout: str  # identifies the byte layout of a KV block, and the arithmetic, beyond dtype and shape
 
     @property
@@ -99,6 +103,11 @@ class Backend(Protocol):
 
         Arrays if in host memory, else tensors of the device.
         """
+        ...
+
+    @property
+    def sequence_states(self) -> Any:
+        """What the states of sequences lie in, [num_states, ...]: an array if in host memory, else a tensor."""
         ...
 
     def copy(self, target: Any, source: Any) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.checkpoints.families.spec import DecoderSpec, Rope
+from kvloom.checkpoints.families.mixers import Rope
+from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.footprint import kv_head_bytes
 from kvloom.checkpoints.lora import FIELD, AdapterFile
 from kvloom.checkpoints.lora_tensors import pairs_of
 from kvloom.checkpoints.source import WeightSource
+from kvloom.contract.config import MAX_BATCH
 from kvloom.contract.errors import BadRequest, ModelError, OutOfMemory
 from kvloom.contract.messages import Progress
 from kvloom.rank.kernels import build, cpu_abi
@@ -45,6 +47,7 @@ class CpuOptions:
     isa: str | None = None  # a key of build.ISAS; None = the best that this machine has
     packed: Packed | None = None  # keeps packed weights between starts; None = pack at every start
     block_size: int = BLOCK_SIZE  # tokens a block of the KV cache; a multiple of this
+    num_states: int = MAX_BATCH  # sequences that may have a state at once, if layers keep one
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +123,14 @@ class CpuBackend:
             self._model, (Instruction * len(packer.program))(*packer.program), len(packer.program)
         )
         side_bytes = self.block_size * spec.num_kv_heads * kv_head_bytes(kv_dtype, "cpu", spec.head_dim)
-        self.kv = _lazy_zeros((num_blocks, spec.num_layers, 2, side_bytes)).transpose(1, 2, 0, 3)
+        self.kv = _lazy_zeros((num_blocks, len(spec.attention), 2, side_bytes)).transpose(1, 2, 0, 3)
         # bytes of a block's keys, or values, in one layer
         self._tiles = np.arange(self.block_size // BLOCK_SIZE, dtype=np.int32)
-        self._stride = spec.num_layers * 2 * len(self._tiles)  # tiles from the start of one block to the next
+        self._stride = len(spec.attention) * 2 * len(self._tiles)  # tiles from the start of one block to the next
         self.kv_bytes = self.kv.nbytes
+        self.num_states = options.num_states if spec.state_floats else 0
+        self.state_bytes = spec.state_floats * np.float32().nbytes
+        self.sequence_states = _lazy_zeros((self.num_states, self.state_bytes)).view(np.float32)
         self._logits = np.empty((0, spec.vocab_size), np.float32)
         self._top_values, self._top_ids = np.empty((0, 0), np.float32), np.empty((0, 0), np.int32)
         self._call: _Call | None = None  # the last one
@@ -159,7 +165,7 @@ class CpuBackend:
     def _prepared(
         self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None, choices: Choices | None
     ) -> _Call:
-        ids, pos, qstart, blocks, adapters, types = batch
+        ids, pos, qstart, blocks, adapters, types, _places = batch
         tiles = np.empty((len(blocks), blocks.shape[1] * len(self._tiles)), np.int32)
         inputs = ids, pos, qstart, tiles
         states = np.empty(0, np.int32) if states is None else states
@@ -290,6 +296,8 @@ def _check(spec: DecoderSpec, kv_dtype: str) -> None:
     """Raises ModelError that names what the kernels do not support."""
     if kv_dtype not in KV_FORMATS:
         raise ModelError(f"KV cache type {kv_dtype}: the CPU backend has {', '.join(KV_FORMATS)}")
+    if spec.recurrent or any(mixer.is_gated for _, mixer in spec.attention):
+        raise ModelError(f"{spec.family}: the CPU backend has no layers with a state")
     if spec.head_dim % 32 or spec.head_dim > 256:
         raise ModelError(f"head size {spec.head_dim}: the CPU backend has multiples of 32 up to 256")
     for rope in spec.ropes:
@@ -302,6 +310,8 @@ def _lazy_zeros(shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
 
     Private, because most systems have no huge pages for shared memory.
     """
+    if not np.prod(shape):
+        return np.zeros(shape, np.uint8)
     pages = mmap.mmap(-1, int(np.prod(shape)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)

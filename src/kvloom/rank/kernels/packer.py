@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.checkpoints.families.spec import DecoderSpec, Encoder, Rope
+from kvloom.checkpoints.families.mixers import Attention, Rope
+from kvloom.checkpoints.families.spec import DecoderSpec, Encoder
 from kvloom.checkpoints.footprint import STORED, UNQUANTISED_FORM
 from kvloom.checkpoints.quantized.forms import number_bits
 from kvloom.checkpoints.source import WeightSource
@@ -133,6 +134,7 @@ class Packer:
 
     def _declare_attention(self, layer: int, at: str) -> None:
         spec, own = self._spec, self._spec.layers[layer].mixer
+        assert isinstance(own, Attention), "the layer has keys and values"
         q_rows, kv_rows = own.q_size, own.kv_size
         parts = ((at + "q", 0), (at + "k", q_rows), (at + "v", q_rows + kv_rows))
         qkv = self._program.linear(q_rows + 2 * kv_rows, spec.hidden, *parts)

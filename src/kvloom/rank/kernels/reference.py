@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvloom.checkpoints.families.spec import DecoderSpec, Experts, Rope
+from kvloom.checkpoints.families.mixers import Attention, Recurrent, Rope
+from kvloom.checkpoints.families.spec import DecoderSpec, Experts
 from kvloom.checkpoints.lora import AdapterFile
 from kvloom.checkpoints.lora_tensors import pairs_of
 from kvloom.checkpoints.source import WeightSource
+from kvloom.contract.config import MAX_BATCH
 from kvloom.contract.messages import Progress
 from kvloom.rank.kernels.backend import Choices, Draw, Head, Ints, Ragged, most_likely
+from kvloom.rank.kernels.reference_mixers import MixerInput, mix
 from kvloom.rank.parallel.mesh import Mesh
 from kvloom.rank.parallel.shard import ShardedWeights, shard_pair, shard_spec
 
@@ -36,6 +39,7 @@ class ReferenceOptions:
     kv_dtype: torch.dtype | None = None
     block_size: int = 16  # tokens a KV block
     mesh: Mesh = _ALONE
+    num_states: int = MAX_BATCH  # sequences that may have a state at once, if layers keep one
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class _Context:
     own: Tensor  # [T] slots of the tokens' keys and values in the cache
     slots: Tensor  # [K] slots of all keys and values
     masks: Mapping[int | None, Tensor]  # window -> [T, K] mask: which of them a token attends to
+    state: Tensor  # [state_floats] of the sequence
 
 
 class ReferenceBackend:
@@ -95,11 +100,17 @@ class ReferenceBackend:
             if progress:
                 progress(self.weight_bytes, total)
         self._head = self._w.get("embed" if spec.tie_embeddings else "head", torch.empty(0))
-        shape = (spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        self._kv_index = {layer: index for index, (layer, _) in enumerate(spec.attention)}
+        shape = (len(self._kv_index), 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         self.kv = torch.zeros(shape, dtype=options.kv_dtype or dtype, device=device)
         is_scaled = self.kv.dtype == torch.int8
         self._kv_scale = torch.zeros(shape[:-1] if is_scaled else 0, dtype=torch.float32, device=device)
         self.kv_bytes = self.kv.nbytes + self._kv_scale.nbytes
+        self.num_states = options.num_states if spec.state_floats else 0
+        self.state_bytes = spec.state_floats * torch.float32.itemsize
+        self.sequence_states = torch.zeros((self.num_states, spec.state_floats), dtype=torch.float32, device=device)
+        sizes = [mixer.state_floats for _, mixer in spec.recurrent]
+        self._state_at = {layer: sum(sizes[:index]) for index, (layer, _) in enumerate(spec.recurrent)}
         self._dtype = dtype
         self._adapters: dict[int, dict[str, _Pair]] = {}
         self._adapter: Mapping[str, _Pair] = {}  # adapter of the sequence that is computed
@@ -120,7 +131,9 @@ class ReferenceBackend:
                 continue
             self._adapter = self._adapters[adapters[seq]] if adapters and adapters[seq] else {}
             types = None if batch.types is None else torch.from_numpy(batch.types[start:end]).to(device, torch.int64)
-            hidden = self._forward(self._embedded(ids[start:end], pos[start:end], types), pos[start:end], table[seq])
+            state = self._state_of(batch, seq)
+            x = self._embedded(ids[start:end], pos[start:end], types)
+            hidden = self._forward(x, pos[start:end], table[seq], state)
             for index, row in enumerate(wanted):
                 # one row at a time, so that a logit does not depend on which others are asked for
                 if start <= row < end:
@@ -129,6 +142,13 @@ class ReferenceBackend:
             mine = [index for index, row in enumerate(kept) if start <= row < end]
             states[mine] = hidden[[kept[index] - start for index in mine]].float()
         return logits, states
+
+    def _state_of(self, batch: Ragged, seq: int) -> Tensor:
+        """What layers keep of a sequence, [state_floats]; empty if they keep nothing."""
+        if not self.num_states:
+            return torch.empty(0)
+        assert batch.places is not None, "sequences have states"
+        return self.sequence_states[int(batch.places[seq])]
 
     @property
     def kv_parts(self) -> tuple[Any, ...]:
@@ -188,19 +208,24 @@ class ReferenceBackend:
         more = self._w["types"][torch.zeros_like(pos) if types is None else types]
         return self._norm(x + more + self._w["positions"][pos + encoder.first_position], "embed_norm")
 
-    def _forward(self, x: Tensor, pos: Tensor, blocks: Tensor) -> Tensor:
-        """One sequence: x [T, hidden], pos [T], blocks [max_blocks] -> normed hidden states [T, hidden]."""
+    def _forward(self, x: Tensor, pos: Tensor, blocks: Tensor, state: Tensor) -> Tensor:
+        """One sequence: x [T, hidden], pos [T], blocks [max_blocks], state [state_floats] -> normed hidden states
+        [T, hidden].
+        """
         spec = self.spec
         keys = torch.arange(int(pos[-1]) + 1, device=pos.device)
         slots = blocks[keys // self.block_size] * self.block_size + keys % self.block_size
         turns = {rope: self._turns(rope, pos) for rope in spec.ropes}
         masks = {
             window: _mask(keys, pos, window, spec.sees_ahead)
-            for window in {layer.mixer.window for layer in spec.layers}
+            for window in {mixer.window for _, mixer in spec.attention}
         }
-        context = _Context(turns, pos, slots[pos], slots, masks)
+        if pos[0] == 0:
+            state.zero_()
+        context = _Context(turns, pos, slots[pos], slots, masks, state)
         for layer in range(spec.num_layers):
-            x = self._branch(x, f"layers.{layer}.attn", functools.partial(self._attend, layer, context=context))
+            of = self._attend if layer in self._kv_index else self._recur
+            x = self._branch(x, f"layers.{layer}.attn", functools.partial(of, layer, context=context))
             mlp = self._experts if spec.layers[layer].has_experts else self._mlp
             x = self._branch(x, f"layers.{layer}.mlp", functools.partial(mlp, f"layers.{layer}."))
         return x if spec.encoder else self._norm(x, "norm")
@@ -221,10 +246,21 @@ class ReferenceBackend:
         cos, sin = ((f(angles) * rope.attention_factor).to(self._dtype) for f in (torch.cos, torch.sin))
         return cos, sin
 
+    def _recur(self, layer: int, x: Tensor, context: _Context) -> Tensor:
+        """The output of a mixer with a state for x [T, hidden], which brings the state up to date."""
+        at, mixer, first = f"layers.{layer}.", self.spec.layers[layer].mixer, self._state_at[layer]
+        assert isinstance(mixer, Recurrent), "the layer has a state"
+        memory = context.state[first : first + mixer.state_floats]
+        given = MixerInput(
+            lambda name: self._linear(x, at + name), lambda name: self._w[at + name], memory, self.spec.norm_eps
+        )
+        return self._linear(mix(mixer, given).to(x.dtype), at + "out")
+
     def _attend(self, layer: int, x: Tensor, context: _Context) -> Tensor:
         """Write keys and values of x [T, hidden] to the cache, and return the attention output."""
         at = f"layers.{layer}."
         own = self.spec.layers[layer].mixer
+        assert isinstance(own, Attention), "the layer has keys and values"
         q, k, v = (self._linear(x, at + part) for part in "qkv")
         if self.spec.qk_norm == "row":
             q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
@@ -238,20 +274,24 @@ class ReferenceBackend:
         if self.spec.query_growth:
             growth = 1 + self.spec.query_growth * torch.log1p(context.pos // self.spec.growth_unit)
             q = q * growth[:, None, None].to(q.dtype)
-        key, value = (self._cached(layer, side, new, context).transpose(0, 1)[None] for side, new in enumerate((k, v)))
+        index = self._kv_index[layer]
+        key, value = (self._cached(index, side, new, context).transpose(0, 1)[None] for side, new in enumerate((k, v)))
         sinks = self._w.get(at + "sinks")
         out = self._softmax(q.transpose(0, 1)[None], key, value, context.masks[own.window], sinks)
-        out = self._mesh.sum(self._linear(out[0].transpose(0, 1).flatten(1), at + "o", has_bias=False))
+        out = out[0].transpose(0, 1).flatten(1)
+        if own.is_gated:
+            out = out * self._linear(x, at + "q_gate").sigmoid()
+        out = self._mesh.sum(self._linear(out, at + "o", has_bias=False))
         return out + self._w[at + "o_bias"] if self.spec.o_bias else out
 
-    def _cached(self, layer: int, side: int, new: Tensor, context: _Context) -> Tensor:
+    def _cached(self, index: int, side: int, new: Tensor, context: _Context) -> Tensor:
         """Write `new` [T, kv_heads, head_dim] to its slots; return what all slots hold, in the computing dtype."""
         own, slots = context.own, context.slots
-        cache = self.kv[layer, side].flatten(0, 1)
+        cache = self.kv[index, side].flatten(0, 1)
         if self.kv.dtype != torch.int8:
             cache[own] = new.to(cache.dtype)
             return cache[slots].to(new.dtype)
-        scales = self._kv_scale[layer, side].flatten(0, 1)
+        scales = self._kv_scale[index, side].flatten(0, 1)
         scale = (new.float().abs().amax(-1) / 127).clamp_min(1e-30)
         scales[own], cache[own] = scale, (new.float() / scale[..., None]).round().to(torch.int8)
         return (cache[slots].float() * scales[slots][..., None]).to(new.dtype)

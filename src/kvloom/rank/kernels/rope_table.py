@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvloom.checkpoints.families.spec import Rope
+from kvloom.checkpoints.families.mixers import Rope
 from kvloom.rank.kernels.backend import Floats
 
 

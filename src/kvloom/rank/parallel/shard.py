@@ -10,14 +10,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvloom.checkpoints.families.spec import Attention, DecoderSpec, Experts
+from kvloom.checkpoints.families.mixers import Attention
+from kvloom.checkpoints.families.spec import DecoderSpec, Experts
 from kvloom.checkpoints.lora_tensors import LoraPair
 from kvloom.checkpoints.quantized.numbers import Floats
 from kvloom.checkpoints.source import WeightSource
 from kvloom.contract.errors import ModelError
 
 _BY_ROWS = (
-    *("q", "k", "v", "q_bias", "k_bias", "v_bias", "sinks"),
+    *("q", "k", "v", "q_gate", "q_bias", "k_bias", "v_bias", "sinks"),
     *("gate", "up", "gate_bias", "up_bias", "shared_gate", "shared_up"),
 )  # and LoRA's B
 _BY_COLUMNS = ("o", "down", "shared_down")  # and LoRA's A: ranks then sum B times their parts of A x
@@ -41,8 +42,11 @@ def shard_spec(spec: DecoderSpec, world_size: int) -> DecoderSpec:
         raise ModelError(
             f"worldSize: the norms of {spec.family} span all heads; one rank computes them, got {world_size}"
         )
+    if spec.recurrent and world_size > 1:
+        raise ModelError(f"worldSize: one rank computes {spec.family}, whose layers keep states, got {world_size}")
+    shared = {index: _share_heads(mixer, world_size) for index, mixer in spec.attention}
     return replace(
-        spec.with_mixers([_share_heads(layer.mixer, world_size) for layer in spec.layers]),
+        spec.with_mixers([shared.get(index, layer.mixer) for index, layer in enumerate(spec.layers)]),
         intermediate=spec.intermediate // world_size,
         experts=spec.experts and _share(spec.experts, world_size),
     )

@@ -101,9 +101,13 @@ class Loading:
 
 
 def promise_of(config: EngineConfig, info: RankInfo) -> int:
-    """Bytes of this machine's memory that the KV pools of an opened model may take: they get pages as they are used."""
-    num_blocks = (info.num_blocks if config.device == "cpu" else 0) + info.num_host_blocks
-    return info.kv_bytes // max(1, info.num_blocks) * num_blocks
+    """Bytes of this machine's memory that the KV pools and states of an opened model may take: they get pages as they
+    are used.
+    """
+    is_here = config.device == "cpu"
+    num_blocks = (info.num_blocks if is_here else 0) + info.num_host_blocks
+    states = info.num_states * info.state_bytes if is_here else 0
+    return info.kv_bytes // max(1, info.num_blocks) * num_blocks + states
 
 
 def beside(config: EngineConfig, promised_bytes: int, later: Sequence[EngineConfig]) -> EngineConfig:

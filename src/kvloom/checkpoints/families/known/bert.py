@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvloom.checkpoints.families.family import Family
-from kvloom.checkpoints.families.spec import Attention, DecoderSpec, Encoder, Layer
+from kvloom.checkpoints.families.mixers import Attention
+from kvloom.checkpoints.families.spec import DecoderSpec, Encoder, Layer
 from kvloom.checkpoints.families.values import count, flag, positive, short
 from kvloom.contract.errors import ModelError
 

@@ -1,0 +1,21 @@
+"""The room that a rank has, as the engine uses it: the budget of a step, and the pools."""
+
+from dataclasses import replace
+
+from kvloom.contract.config import EngineConfig, Limits
+from kvloom.contract.messages import RankInfo
+from kvloom.engine.schedule.blocks import BlockPool
+
+
+def limits_of(config: EngineConfig, info: RankInfo) -> Limits:
+    """The budget of a step. Where layers keep a state, no more sequences run than there are states."""
+    limits = config.limits(info.block_size)
+    most = min(limits.max_batch, info.num_states or limits.max_batch)
+    preempt = None if limits.max_preempt is None else min(limits.max_preempt, most)
+    return replace(limits, max_batch=most, max_prefill_batch=min(limits.max_prefill_batch, most), max_preempt=preempt)
+
+
+def pool_of(config: EngineConfig, info: RankInfo) -> BlockPool:
+    """The pools, without a prefix cache where layers keep a state: of a prefix only the blocks are kept."""
+    is_caching = config.enable_prefix_cache and not info.num_states
+    return BlockPool(info.num_blocks, is_caching, info.num_host_blocks, info.num_states)

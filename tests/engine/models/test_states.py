@@ -1,0 +1,161 @@
+"""Models whose layers keep a state of each sequence: answers are the same whatever the schedule, and what needs a state
+to go back is refused or switched off.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvloom.contract.config import EngineConfig, TierConfig
+from kvloom.contract.errors import ModelError
+from kvloom.contract.request import Request, SamplingParams
+from kvloom.engine.engine import Engine
+from kvloom.rank.loading import open_runner
+from kvloom.rank.main import open_runner as open_rank
+from kvloom.rank.runner import ModelRunner
+from kvloom.server.run.kvnote import kv_note
+from tests.support.engine.engines import drain, engine_over, in_process, run_all, tokens_of
+from tests.support.models.checkpoints import save, tiny_model
+
+NAME, BACKENDS = "qwen3.5", ["reference"]
+LENGTHS = (3, 40, 90)
+LENGTH = 100  # tokens of each prompt with its answer
+NUM_BLOCKS = 40
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return tiny_model(NAME)
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(model, tmp_path_factory.mktemp("model"))
+
+
+def config_of(folder: Path, backend: str, **fields: object) -> EngineConfig:
+    sizes = {"num_blocks": NUM_BLOCKS, "max_seq_len": 200, **fields}
+    return EngineConfig(model=str(folder), backend=backend, **sizes)
+
+
+def opened(folder: Path, backend: str, **fields: object) -> ModelRunner:
+    return open_runner(config_of(folder, backend, **fields), [], lambda done, total: None)
+
+
+def prompt(length: int) -> tuple[int, ...]:
+    return tuple((7 * i + length) % 128 for i in range(length))
+
+
+def requests(lengths: Sequence[int] = LENGTHS) -> list[Request]:
+    return [
+        Request(f"{n}", prompt(n), SamplingParams(temperature=0, max_tokens=LENGTH - n, ignore_eos=True))
+        for n in lengths
+    ]
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    found = run_all(engine, *requests())
+    return [tokens_of(found[request.id]) for request in requests()]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(folder, backend) -> list[list[int]]:
+    """The answers, each computed alone with its prompt in one step."""
+    return [tokens_of(run_all(engine_over(opened(folder, backend)), request)[request.id]) for request in requests()]
+
+
+def test_greedy_answers_are_those_of_transformers(model, folder, alone, backend):
+    if backend != "reference":
+        pytest.skip("weights and keys of the kernels are bfloat16")
+    for length, found in zip(LENGTHS, alone, strict=True):
+        ids = torch.tensor([prompt(length)])
+        wanted = model.generate(ids, max_new_tokens=LENGTH - length, do_sample=False, pad_token_id=0)
+        assert found == wanted[0, length:].tolist()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"max_batch": 4, "max_tokens_per_step": 8}, {"run_ahead": False}, {"num_speculative_tokens": 4}],
+    ids=["in company", "in chunks", "step by step", "asked for drafts"],
+)
+def test_the_schedule_changes_no_answer(folder, alone, backend, fields):
+    engine = engine_over(opened(folder, backend), **fields)
+    assert answers(engine) == alone
+    assert engine.stats().total_draft_tokens == 0
+
+
+def test_a_sequence_that_was_preempted_is_computed_again(folder, alone, backend):
+    engine = engine_over(opened(folder, backend, num_blocks=11, num_host_blocks=20, max_seq_len=110))
+    assert answers(engine) == alone
+    stats = engine.stats()
+    assert stats.total_preemptions > 0
+    assert (stats.total_swapped, stats.num_host_blocks) == (0, 0)
+
+
+def test_no_more_sequences_run_than_there_are_states(folder, alone, backend):
+    engine = engine_over(opened(folder, backend, max_batch=2))
+    for request in requests():
+        engine.add(request)
+    engine.step()
+    engine.step()
+    assert engine.stats().num_running == 2
+    found = drain(engine)
+    assert [tokens_of(found[request.id])[-1] for request in requests()] == [tokens[-1] for tokens in alone]
+
+
+def test_a_prompt_that_was_seen_before_is_computed_again_and_answered_alike(folder, alone, backend):
+    engine = engine_over(opened(folder, backend))
+    assert answers(engine) == answers(engine) == alone
+    assert engine.stats().total_cached_tokens == 0
+
+
+def test_an_aborted_sequence_leaves_nothing_to_the_next_one(folder, alone, backend):
+    engine = engine_over(opened(folder, backend, max_batch=1))
+    engine.add(Request("gone", prompt(50), SamplingParams(temperature=0, max_tokens=40)))
+    for _ in range(5):
+        engine.step()
+    engine.abort("gone")
+    assert answers(engine) == alone
+
+
+def test_after_the_death_of_its_rank_a_sequence_goes_on_as_if_nothing_had_happened(folder, alone, backend):
+    engine = engine_over(opened(folder, backend))
+    found = {request.id: [] for request in requests()}
+    for request in requests():
+        engine.add(request)
+    deltas = [delta for _ in range(6) for delta in engine.step()]
+    deltas += engine.suspend()
+    engine._executor = in_process(opened(folder, backend), engine.config)
+    deltas += engine.resume({})
+    for delta in deltas:
+        found[delta.request_id].append(delta)
+    rest = drain(engine)
+    whole = [tokens_of(found[request.id] + rest.get(request.id, [])) for request in requests()]
+    assert whole == alone
+
+
+def test_what_cannot_work_with_states_is_told(folder, backend, caplog):
+    with caplog.at_level(logging.WARNING):
+        info = opened(folder, backend, num_speculative_tokens=4, host_cache_bytes=None, max_batch=7).info
+    assert info.lacks.keys() == {"kv_transfer"}
+    assert info.num_states == 7
+    config = config_of(folder, backend, num_speculative_tokens=4, host_cache_bytes=1 << 20)
+    with caplog.at_level(logging.WARNING):
+        open_runner(config, [], lambda done, total: None)
+    assert "qwen3_5 keep states: switched off is numSpeculativeTokens, cpuMemSize" in caplog.text
+    told = kv_note("m", info, config)
+    assert "and for 7 sequences at once, whose states of 0 MB each take up to 0 MB" in told
+
+
+def test_an_outer_tier_is_refused_by_name(folder, backend):
+    tier = TierConfig("kvloom.rank.tier.ems:open_tier")
+    with pytest.raises(ModelError, match="its layers keep states, which no outer KV tier holds"):
+        open_rank(config_of(folder, backend, kv_tier=tier), [], lambda done, total: None)
