@@ -161,7 +161,7 @@ class ModelRunner:
         output = StepOutput([], [], 0.0)
         if batch.release:
             release_blocks(self.kv_layers, batch.release)
-            if not self._states:
+            if self.info.num_states and not self._states:
                 release_blocks([[self._backend.sequence_states]], range(self._backend.num_states))
         self._swap.save(batch.swap_out)
         self._swap.load([pair for work in batch.work for pair in work.loads])

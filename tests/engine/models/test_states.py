@@ -117,6 +117,13 @@ def test_a_prompt_that_was_seen_before_is_computed_again_and_answered_alike(fold
     assert engine.stats().total_cached_tokens == 0
 
 
+def test_memory_that_went_back_to_the_system_is_no_part_of_an_answer(folder, alone, backend):
+    engine = engine_over(opened(folder, backend))
+    assert answers(engine) == alone
+    engine.release_free()
+    assert answers(engine) == alone
+
+
 def test_an_aborted_sequence_leaves_nothing_to_the_next_one(folder, alone, backend):
     engine = engine_over(opened(folder, backend, max_batch=1))
     engine.add(Request("gone", prompt(50), SamplingParams(temperature=0, max_tokens=40)))

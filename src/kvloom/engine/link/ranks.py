@@ -209,7 +209,7 @@ class RankExecutor:
                     self._progress(message.done_bytes, message.total_bytes)
         if any(info.cache_shape != infos[0].cache_shape for info in infos.values()):
             shapes = "; ".join(str(list(infos[rank].cache_shape)) for rank in sorted(infos))
-            raise ModelError(f"the ranks' KV caches differ in blocks, tokens, bytes or host blocks: {shapes}")
+            raise ModelError(f"the ranks' KV caches differ in blocks, tokens, bytes, host blocks or states: {shapes}")
         return infos[0]
 
     def _each_message(self, timeout_s: float) -> list[Any]:
