@@ -163,7 +163,7 @@ def _render(
         if messages[-1].get("tool_calls"):
             raise BadRequest("continue_final_message", "cannot be done: the message ends with tool calls")
         messages = _open_end(messages)
-    tools = [marks.mark(tool.plain) for tool in called]
+    tools = [marks.mark(tool.plain) for tool in called if tool.is_listed]
     known, shown = as_shown(service.tokenizer, style, messages, tools, request.field)
     values = {**marks.mark(request.template_values), "add_generation_prompt": request.add_generation_prompt}
     return service.tokenizer.apply_chat_template(_formed(service, known), tools=shown or None, **values)

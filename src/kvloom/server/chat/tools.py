@@ -9,14 +9,14 @@ from typing import Any, Literal
 from kvloom.contract.errors import BadRequest
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}\Z")
-MAX_TOOLS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A function. `parameters`: JSON schema of its arguments. `field`: the caller's field, for errors.
 
-    `is_strict`: arguments follow the schema even where the model is free to call.
+    `is_strict`: arguments follow the schema even where the model is free to call. `is_listed`: it is in the
+    prompt's list of tools; another one is described within the conversation.
     """
 
     name: str
@@ -25,6 +25,7 @@ class Tool:
     is_strict: bool = False
     field: str = "tools"
     schema_name: str = "parameters"  # the caller's field that holds the schema
+    is_listed: bool = True
 
     @property
     def schema_field(self) -> str:
@@ -56,8 +57,6 @@ class ToolChoice:
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice | None, choice_field: str) -> ToolChoice:
     """The choice; auto when none is given and there are tools. Raises BadRequest that names the field."""
-    if len(tools) > MAX_TOOLS:
-        raise BadRequest("tools", f"has {len(tools)} tools; there may be at most {MAX_TOOLS}")
     names: set[str] = set()
     for tool in tools:
         if not _NAME.match(tool.name):

@@ -166,8 +166,10 @@ def test_deferred_tools_are_shown_once_a_search_has_found_them(server: FakeServe
     items = [{"role": "user", "content": "hi"}, item, found]
     [called] = respond(server, call("mcp__x__later", {}), tools=[F, deferred, SEARCH], input=items)["output"]
     assert (called["name"], called["namespace"]) == ("later", "mcp__x")
-    assert '"name": "later", "description"' in prompt()
-    assert '"name": "mcp__x__later", "description"' in prompt()
+    listed, _, rest = prompt().partition("These tools can be called now:")
+    assert '"later"' not in listed
+    assert '{"name": "later", "description"' in rest
+    assert '{"name": "mcp__x__later", "description"' in rest
     more = [{"role": "user", "content": "hi"}, {"type": "additional_tools", "role": "developer", "tools": [deferred]}]
     respond(server, "yes", tools=[F, SEARCH], input=more)
     assert '"later"' in prompt()

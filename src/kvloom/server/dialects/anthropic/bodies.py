@@ -14,8 +14,9 @@ from msgspec import Meta
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.request import SamplingParams
 from kvloom.server.chat.request import ChatRequest, PreparedChat, prepare, with_beginning
-from kvloom.server.chat.tools import Tool, ToolChoice, check_tools
-from kvloom.server.dialects.anthropic.input import Block, Turn, messages_of, text_of
+from kvloom.server.chat.tools import ToolChoice, check_tools
+from kvloom.server.dialects.anthropic.input import Block, Turn, messages_of, system_text, text_of
+from kvloom.server.dialects.anthropic.tools import ToolBody, read_tools
 from kvloom.server.dialects.constraints import Constraints, OutputFormat
 from kvloom.server.dialects.openai.bodies import effort_values
 from kvloom.server.dialects.openai.messages import Said, conversation_of
@@ -44,22 +45,6 @@ class Thinking(msgspec.Struct, kw_only=True):
         if self.type == "enabled" and self.budget_tokens is None:
             raise BadRequest("thinking.budget_tokens", "is required")
         return {"enable_thinking": self.type == "enabled"} if self.type in ("enabled", "disabled") else {}
-
-
-class ToolBody(msgspec.Struct, kw_only=True):
-    type: str | None = None
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def tool(self, field: str) -> Tool:
-        """Raises BadRequest for tools that Anthropic itself defines."""
-        if self.type not in (None, "custom"):
-            raise BadRequest(f"{field}.type", f"must be 'custom'; {self.type!r} is not supported")
-        if (self.input_schema or {}).get("type", "object") != "object":
-            raise BadRequest(f"{field}.input_schema.type", "must be 'object'")
-        return Tool(self.name, self.description or "", self.input_schema, bool(self.strict), field, "input_schema")
 
 
 class Choice(msgspec.Struct, kw_only=True):
@@ -110,11 +95,12 @@ class CountBody(Constraints, kw_only=True):
         return with_beginning(service, chat, begun, is_counted)
 
     def _chat(self, turns: Sequence[Turn]) -> ChatRequest:
-        tools = tuple(tool.tool(f"tools[{index}]") for index, tool in enumerate(self.tools or ()))
+        known = read_tools(self.tools or ())
         choice = None if self.tool_choice is None else self.tool_choice.choice()
-        messages = messages_of(turns)
+        messages = messages_of(turns, known)
         if self.system is not None:
-            messages.insert(0, Said(role="system", content=text_of(self.system, "system")))
+            messages.insert(0, Said(role="system", content=system_text(self.system)))
+        tools = known.visible()
         thinking = self.thinking
         return ChatRequest(
             conversation_of(messages),

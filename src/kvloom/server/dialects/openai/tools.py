@@ -10,6 +10,8 @@ from kvloom.contract.errors import BadRequest
 from kvloom.server.chat.tools import Tool, ToolChoice, allowed, check_tools
 from kvloom.server.dialects.ids import new_id
 
+MAX_TOOLS = 128  # as OpenAI says of this API
+
 
 class FunctionBody(msgspec.Struct, kw_only=True):
     name: str
@@ -71,6 +73,8 @@ def read_tools(
     tools: Sequence[ToolBody] | None, choice: Literal["none", "auto", "required"] | NamedChoice | None
 ) -> tuple[tuple[Tool, ...], ToolChoice]:
     """The tools that may be called, and whether they must be. Raises BadRequest naming the field."""
+    if len(tools or ()) > MAX_TOOLS:
+        raise BadRequest("tools", f"has {len(tools or ())} tools; there may be at most {MAX_TOOLS}")
     found = tuple(
         Tool(
             tool.function.name,

@@ -9,7 +9,7 @@ from kvloom.contract.errors import BadRequest
 from kvloom.server.chat.content import Content, content_of, text_of
 from kvloom.server.dialects.openai.messages import Part, Said
 from kvloom.server.dialects.openai.tools import CallBody, CallFunction
-from kvloom.server.dialects.responses.tools import BUILT_IN, INPUT, shown_name
+from kvloom.server.dialects.responses.tools import BUILT_IN, INPUT, shown_name, told
 from kvloom.server.http.body import converted
 from kvloom.server.serving.notes import note
 from kvloom.server.serving.vision.sources import ImageSource
@@ -86,8 +86,8 @@ def _messages_of(item: InputItem, field: str, names: dict[str, str]) -> list[Sai
     kind = item.type or "message"
     if kind in _OPAQUE:
         raise BadRequest(f"{field}.type", f"{kind!r} is not supported: {_OPAQUE[kind]}")
-    if kind == "additional_tools":  # which are among the tools
-        return []
+    if kind == "additional_tools":
+        return [Said(role="developer", content=told(item.tools or [], f"{field}.tools"))]
     if kind.endswith("_output"):
         id = item.call_id if kind in FOUND else _required(item.call_id, f"{field}.call_id")
         content = _result_of(item, f"{field}.output")
@@ -128,9 +128,10 @@ def _called(item: InputItem, field: str) -> tuple[str, Any] | None:
 
 def _result_of(item: InputItem, field: str) -> Content:
     """What a call has returned: a text, parts, or whatever its tool returns, as JSON text. Raises BadRequest."""
-    value = item.tools if item.type in FOUND else item.output if item.error is None else item.error
-    is_of_parts = isinstance(value, list) and all(isinstance(each, dict) and "type" in each for each in value)
-    if is_of_parts and item.type not in FOUND:
+    if item.type in FOUND:
+        return told(item.tools or [], field)
+    value = item.output if item.error is None else item.error
+    if isinstance(value, list) and all(isinstance(each, dict) and "type" in each for each in value):
         return _content_of(converted(value, list[Part], field), field)
     if value is None or isinstance(value, str):
         return value or ""

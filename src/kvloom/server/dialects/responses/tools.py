@@ -3,8 +3,9 @@
 A tool that OpenAI itself would run is left out, which a note tells. One that the client runs is shown as a function.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -126,15 +127,21 @@ class Tools:
                 self.put(body.tools or [], f"{at}.tools", _required(body.name, f"{at}.name"), is_found)
             elif (found := _read(body, at, namespace)) is None:
                 note(f"{at} is left out: {body.type!r} is no tool that this server, or its caller, runs")
-            elif not is_found or found[0].name not in self.offered:
-                tool, offered = found
-                self.shown.append(tool)
-                self.offered[tool.name] = offered
-                self.is_searched = self.is_searched or body.type == "tool_search"
-                if body.defer_loading and not is_found:
-                    self.deferred.add(tool.name)
             else:
-                self.deferred.discard(found[0].name)
+                self._put(body, *found, is_found)
+
+    def _put(self, body: ToolBody, tool: Tool, offered: Offered, is_found: bool) -> None:
+        if is_found and tool.name in self.offered and tool.name not in self.deferred:
+            return
+        if is_found:
+            self.shown = [each for each in self.shown if each.name != tool.name]
+            self.deferred.discard(tool.name)
+            tool = replace(tool, is_listed=False)
+        elif body.defer_loading:
+            self.deferred.add(tool.name)
+        self.shown.append(tool)
+        self.offered[tool.name] = offered
+        self.is_searched = self.is_searched or body.type == "tool_search"
 
     def visible(self) -> tuple[Tool, ...]:
         """Tools that the model is shown."""
@@ -164,6 +171,14 @@ class Tools:
             return self.offered[name]
         bare = [each for each in self.offered.values() if each.name == name]
         return bare[0] if len(bare) == 1 else Offered(FUNCTION, name)
+
+
+def told(given: Sequence[Json], field: str) -> str:
+    """Tools that a search has found, as the model is told of them. Raises BadRequest naming the field."""
+    tools = Tools()
+    tools.put(given, field)
+    lines = [json.dumps(tool.plain["function"], ensure_ascii=False) for tool in tools.shown]
+    return "\n".join(["These tools can be called now:", *lines])
 
 
 def shown_name(name: str, namespace: str | None) -> str:
