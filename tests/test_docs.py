@@ -1,4 +1,4 @@
-"""Links between pages lead to files and headings that exist, and the pages of decisions stay short."""
+"""Links between pages lead to files and headings that exist, and so do the files that pages name; decisions are short."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 from tests.test_spec import own_texts
 
 ROOT = Path(__file__).parent.parent
+FOLDERS = ("src", "tests", "benches", "tools", "examples", "deploy", "findings")
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "findings").glob("*.md")]
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 MAX_DECISION_LINES = 120  # of a page; a new decision replaces sentences of its page
@@ -15,6 +16,7 @@ MAX_DECISION_LINES = 120  # of a page; a new decision replaces sentences of its 
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_FILE = re.compile(r"`([\w./-]+\.(?:py|c|cpp|h|hpp))`")
 _NUMBERED = re.compile(r"\b[Dd]ecisions? \d|decisions/\d")  # pages have names
 
 
@@ -42,6 +44,17 @@ def test_each_link_leads_to_a_file_and_a_heading(page: Path):
         if not target.exists() or (heading and heading not in headings_of(target)):
             lost.append(link)
     assert lost == []
+
+
+def test_each_file_that_a_page_names_exists():
+    """A page names a file by its path or by the end of it."""
+    files = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+    named = {(page, name) for page in PAGES for name in _FILE.findall(text_of(page)) if page.parent.name != "spec"}
+    assert len(named) > 100
+    lost = [
+        f"{page.relative_to(ROOT)}: {name}" for page, name in named if not any(f.endswith(f"/{name}") for f in files)
+    ]
+    assert sorted(lost) == []
 
 
 def test_an_anchor_is_made_as_on_github():
