@@ -1,4 +1,4 @@
-"""Links between pages lead to files and headings that exist, and so do the files that pages name; decisions are short."""
+"""Links between pages, and files that pages name, lead to what exists; the pages of decisions stay short."""
 
 import re
 from pathlib import Path
