@@ -19,6 +19,16 @@ def test_a_template_appends_to_a_list_of_its_own():
     assert rendered(template, [{"role": "user", "content": text} for text in "ab"]) == "a+b"
 
 
+def test_a_template_takes_items_from_a_list_of_its_own():
+    template = (
+        "{% set own = [] %}{% for m in messages %}{% set _ = own.append(m.content) %}{% endfor %}{{ own.pop(0) }}"
+    )
+    assert rendered(template, [{"role": "user", "content": text} for text in "ab"]) == "a"
+    messages = [{"role": "user", "content": ["a"]}]
+    assert rendered("{{ messages[0].content.pop() }}", messages) == "a"
+    assert messages == [{"role": "user", "content": ["a"]}]
+
+
 def test_a_list_of_the_request_stays_as_it_is():
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     before = copy.deepcopy(messages)
@@ -26,7 +36,7 @@ def test_a_list_of_the_request_stays_as_it_is():
     assert messages == before
 
 
-@pytest.mark.parametrize("change", ["clear()", "pop()", "extend([1])", "sort()"])
+@pytest.mark.parametrize("change", ["clear()", "extend([1])", "sort()"])
 def test_no_list_is_changed_otherwise(change: str):
     with pytest.raises(BadRequest, match="is unsafe"):
         rendered(f"{{% set own = [1] %}}{{{{ own.{change} }}}}", [{"role": "user", "content": ""}])

@@ -5,11 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.contract.request import Delta, FinishReason
+from kvloom.server.chat.channels import ChannelReader
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
-from kvloom.server.chat.form import KNOWN
+from kvloom.server.chat.form import CHANNELS, KNOWN
 from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.reasoning import ReasoningSplitter
 from kvloom.server.chat.tool_calls import make_parser
+
+HARMONY = next(row for row in CHANNELS if row.name == "harmony")
 
 
 def split(is_open: bool, *pieces: str) -> tuple[str, str]:
@@ -72,6 +75,32 @@ def test_reasoning_then_text_then_calls():
         ToolCallStart(0, "f"),
         ToolCallArguments(0, "{}"),
     ]
+    assert (output.num_reasoning_tokens, output.num_calls) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<think>Hm <call>x", ("Hm", "<call>x")),
+        ("<think>Hm <cal", ("Hm <cal", "")),
+        ("<think>Hm</think><call>x", ("Hm", "<call>x")),
+        ("<think><call>x</think>", ("", "<call>x</think>")),
+    ],
+)
+def test_a_call_ends_reasoning_whose_end_is_missing(text: str, found: tuple[str, str]):
+    for pieces in ([text], list(text)):
+        splitter = ReasoningSplitter(False, breaks=("<call>",))
+        events = [event for piece in pieces for event in splitter.add(piece)] + splitter.finish()
+        thoughts = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
+        assert (thoughts, "".join(event.text for event in events if isinstance(event, TextDelta))) == found
+
+
+def test_the_analysis_channel_is_counted_as_reasoning():
+    output = ChatOutput(None, ChannelReader(HARMONY, {"f": {}}), max_calls=1)
+    call = "<|channel|>commentary to=functions.f json<|message|>{}"
+    texts = ["<|channel|>analysis<|message|>", "Hm.", "<|end|>", f"<|start|>assistant{call}<|call|>", call]
+    events = [event for text in texts for event in output.add(delta(text))] + output.add(delta("", is_last=True))
+    assert events == [ReasoningDelta("Hm."), ToolCallStart(0, "f"), ToolCallArguments(0, "{}")]
     assert (output.num_reasoning_tokens, output.num_calls) == (3, 1)
 
 

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvloom.contract.errors import BadRequest
 from kvloom.server.chat.events import ChatEvent, TextDelta, ToolCallArguments, ToolCallStart
-from kvloom.server.chat.form import KNOWN
+from kvloom.server.chat.form import CHANNELS, KNOWN, REASONING
 from kvloom.server.chat.tool_calls import make_parser
 from kvloom.server.config.keys import LAYOUT_1
+from kvloom.server.serving.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "f": {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}},
@@ -75,7 +77,7 @@ XML = (
         ("hermes", '<tool_call>{"arguments": {"n": 1}, "name": "f"}</tool_call>', ("", [("f", '{"n": 1}')])),
         ("hermes", hermes("f", '"{\\"n\\": 1}"'), ("", [("f", '{"n": 1}')])),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", [("f", "{}")])),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "cut', ("", [("f", '{"a": "cut')])),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "cut', ("", [("f", '{"a": "cut"}')])),
         ("hermes", '<tool_call>{"name": "f", "argu', ('<tool_call>{"name": "f", "argu', [])),
         ("hermes", "<tool_call>no call</tool_call>", ("<tool_call>no call</tool_call>", [])),
         ("hermes", "1 <tool_call 2", ("1 <tool_call 2", [])),
@@ -211,18 +213,18 @@ def test_arguments_stream_as_they_come():
     [
         ("hermes", "Let me. <tool_call>", ("Let me. ", [])),
         ("hermes", 'Let me. <tool_call>\n{"name": "get_', ("Let me. ", [])),
-        ("hermes", '<tool_call>\n{"name": "f"', ("", [("f", "")])),
-        ("hermes", '<tool_call>\n{"name": "f", "argu', ("", [("f", "")])),
-        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "x', ("", [("f", '{"a": "x')])),
+        ("hermes", '<tool_call>\n{"name": "f"', ("", [("f", "{}")])),
+        ("hermes", '<tool_call>\n{"name": "f", "argu', ("", [("f", "{}")])),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "x', ("", [("f", '{"a": "x"}')])),
         ("hermes", f"{hermes('f', '{}')[:-3]}", ("", [("f", "{}")])),
         ("hermes", f"{hermes('f', '{}')}\n<tool_call>\n{{", ("", [("f", "{}")])),
         ("hermes", "a <tool_", ("a <tool_", [])),
         ("hermes", "a <tool_call> is a mark", ("a <tool_call> is a mark", [])),
         ("qwen3_coder", "<tool_call>\n<function=get_", ("", [])),
-        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx", ("", [("f", "")])),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx", ("", [("f", "{}")])),
         ("llama3", '<|python_tag|>{"name": "get_', ("", [])),
         ("llama3", "<|python_tag|>", ("", [])),
-        ("llama3", '{"name": "f", "par', ("", [("f", "")])),
+        ("llama3", '{"name": "f", "par', ("", [("f", "{}")])),
         ("llama3", '{"name": "get_', ('{"name": "get_', [])),
         ("llama3", '{"name": "Bob", "age": 3', ('{"name": "Bob", "age": 3', [])),
         ("llama3", f'{bare("f")}; {{"na', ("", [("f", "{}")])),
@@ -235,6 +237,16 @@ def test_a_call_that_the_end_cuts_is_no_text(form: str, text: str, found: tuple[
     assert joined(events + parser.finish(is_cut=True)) == found
 
 
-def test_the_configuration_takes_the_name_of_every_form():
-    key = LAYOUT_1["ModelDeployParam"]["ModelParam"][0]["toolParser"]
-    assert set(key.choices) == {"auto", *KNOWN}
+@pytest.mark.parametrize("name", ["toolParser", "reasoningParser"])
+def test_the_configuration_takes_the_name_of_every_form_and_its_other_names(name: str):
+    key = LAYOUT_1["ModelDeployParam"]["ModelParam"][0][name]
+    names, forms = (
+        (TOOL_PARSERS, {*KNOWN, *(row.calls.name for row in CHANNELS)})
+        if name == "toolParser"
+        else (REASONING_PARSERS, {*REASONING, "none"})
+    )
+    assert set(key.choices) == {"auto", *names}
+    assert set(names.values()) == forms
+    assert all(names[form] == form for form in forms)
+    with pytest.raises(BadRequest, match=r'must be one of "auto", .*"harmony".*, got "hermess"'):
+        key.check(name, "hermess")

@@ -21,6 +21,7 @@ from kvloom.contract.errors import BadRequest
 MAX_STEPS = 3_000_000  # of one rendering (some seconds): an iteration of a loop is one step, a call is _CALL
 _CALL = 5
 MAX_DEPTH = 100  # of nested calls
+_CHANGES = ("append", "pop")  # methods of lists that templates use
 MAX_REPEATED = 2**24  # characters or items of `text * number`; bits of a power
 
 
@@ -53,7 +54,7 @@ class ChatTemplates:
             raise BadRequest("messages", "this model has no chat template; use completions")
         values = {**self._values, **more, "messages": messages, "tools": tools}
         try:
-            if ".append" in self._templates[name]:
+            if any(f".{change}" in self._templates[name] for change in _CHANGES):
                 values = deepcopy(values)  # so that no list but its own is changed
             return _rendered(self._template(name), {**values, "add_generation_prompt": add_generation_prompt})
         except Exception as error:  # a template can raise anything
@@ -122,8 +123,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             spent.depth -= 1
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Jinja's sandbox refuses `append`; here the lists that a template sees are its own, or copies."""
-        return super().is_safe_attribute(obj, attr, value) or (attr == "append" and type(obj) is list)
+        """Jinja's sandbox refuses to change lists; here those that a template sees are its own, or copies."""
+        return super().is_safe_attribute(obj, attr, value) or (attr in _CHANGES and type(obj) is list)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if _size(operator, left, right) > MAX_REPEATED:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from kvloom.server.chat.form import ID, CallForm
+from kvloom.server.chat.form import ID, TYPE, CallForm
 from kvloom.server.chat.json_calls import JsonValue, object_text
 from kvloom.server.chat.values import json_of_quoted, typed_json
 
@@ -124,6 +124,7 @@ class MarkedReader:
 
     def _read_tagged(self) -> Steps:
         key, end = _squeezed(self._form.key_begin), _squeezed(self._form.tail) or _squeezed(self._form.end)
+        whole = _squeezed(self._form.json_begin)
         self.name = self.found_name
         held = ""
         while True:
@@ -137,10 +138,22 @@ class MarkedReader:
                 continue
             if held == end:
                 break
-            if not key.startswith(held) and not end.startswith(held):
+            if whole and held == whole:
+                yield
+                yield from self._read_whole()
+                return
+            if not any(mark.startswith(held) for mark in (key, end, whole)):
                 raise _NoCallError
             yield
         self._out += "}" if self._num_given else "{}"
+
+    def _read_whole(self) -> Steps:
+        """All arguments as one JSON object."""
+        yield from self._read_object()
+        yield
+        behind = (self._form.json_end + self._form.tail).rstrip()
+        yield from self._literal(behind[:-1])
+        yield from self._rest(behind[-1])
 
     _is_ended = False
 
@@ -162,6 +175,8 @@ class MarkedReader:
         text, other = self._form.key_end, self._form.other_end
         if not other or other == text:
             return text.split()[0], ""
+        if TYPE in other:
+            return other.partition(TYPE)[0], other.partition(TYPE)[2]
         num = next(i for i in range(len(text)) if text[: i + 1] != other[: i + 1])
         last = next(i for i in range(len(text)) if text[len(text) - i - 1 :] != other[len(other) - i - 1 :])
         return text[:num], text[len(text) - last :]
@@ -174,7 +189,7 @@ class MarkedReader:
         while not said.endswith(after):
             said += self._char
             yield
-        is_text = before + said == self._form.key_end
+        is_text = before + said in (self._form.key_end, self._form.key_end.removesuffix(after) + after)
         return "text" if is_text else "json"
 
     def _value(self, key: str, end: str) -> Generator[None, str, str]:

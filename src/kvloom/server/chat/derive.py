@@ -6,12 +6,12 @@ The texts below stand for parts of a conversation; no template contains them.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
 from kvloom.contract.errors import BadRequest
-from kvloom.server.chat.form import ID, KNOWN, CallForm, Thinking
+from kvloom.server.chat.form import ID, KNOWN, MARK, CallForm, Thinking
 
 # (messages, tools, whether the answer's beginning is added) -> prompt. Raises BadRequest where the template refuses
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
@@ -22,8 +22,9 @@ _KEYS = ("kvlka", "kvlkb")
 _VALUES: tuple[Any, ...] = ("kvlva", 7351)
 _IDS = ("kvlidaaa1", "kvlidbbb2")
 _ARGUMENTS = dict(zip(_KEYS, _VALUES, strict=True))
-_MARK = r"(?:<[^<>\s]+>|\[/?[A-Z][A-Z _]+\])"
 _CHANNEL = r"<\|channel\|>\w+(?=<\|message\|>)"  # gpt-oss: what follows is reasoning, by the channel's name
+PARTS = "parts"  # reasoning as a part of the content, of the type "thinking"
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan", PARTS)
 _LAST = r"<\|[a-z_]+\|>"  # a mark that ends an answer
 _SCHEMA = {
     "type": "object",
@@ -47,54 +48,109 @@ def _call(index: int, is_text: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def thinking_of(render: Render) -> Thinking | None:
+@dataclass(frozen=True, slots=True)
+class ShownReasoning:
+    """Reasoning of earlier answers as a template shows it. `names`: the members of a message that it reads it from."""
+
+    marks: Thinking
+    names: tuple[str, ...]
+
+
+def reasoning_of(render: Render) -> ShownReasoning | None:
     """The marks around reasoning, where the template shows that of earlier answers."""
-    kept = {"reasoning_content": _WHY, "reasoning": _WHY, "thinking": _WHY}
-    for tools, message in (
-        (TOOLS, {"content": "", "tool_calls": [_call(0, False)]}),
-        (TOOLS, {"content": "", "tool_calls": [_call(0, True)]}),
-        ([], {"content": _TEXT}),
-    ):
-        try:
-            text = render([_ASKED, {"role": "assistant", **message, **kept}], tools, False)
-        except BadRequest:
-            continue
-        before, is_shown, after = text.partition(_WHY)
-        end = re.match(rf"\s*({_MARK})", after)
-        if is_shown and end:
-            begin = re.search(rf"((?:{_CHANNEL})?{_MARK}\w*)\s*\Z", before)
-            return Thinking(begin[1] if begin else before.rstrip().rpartition("\n")[2], end[1])
-    return None
+    called: tuple[Any, ...] = (
+        {"content": "", "tool_calls": [_call(0, False)]},
+        {"content": "", "tool_calls": [_call(0, True)]},
+    )
+    marks: Thinking | None = None
+    names: list[str] = []
+    for messages, tools in ((({"content": _TEXT},), []), (called, TOOLS)):
+        is_known = False
+        for name in (*names, *REASONING_NAMES):
+            for message in messages:
+                found = None if is_known else _marks_in(render, with_reasoning(message, name, _WHY), tools)
+                if found:
+                    marks, is_known = marks or found, True
+                    names += [] if name in names else [name]
+    if marks is None:
+        return None
+    try:
+        before = render([_ASKED, {"role": "assistant", "content": _TEXT}], [], False).partition(_TEXT)[0]
+    except BadRequest:
+        before = ""
+    is_header = bool(marks.begin) and before.rstrip().endswith(marks.begin)
+    return ShownReasoning(replace(marks, is_header=is_header), tuple(names))
 
 
-def hidden_of(render: Render, thinking: Thinking | None) -> tuple[str, ...]:
-    """Marks that an answer's text stands between, and that end it."""
-    kept = {"reasoning_content": _WHY, "reasoning": _WHY, "thinking": _WHY} if thinking else {}
-    text = _answer(render, {"role": "assistant", "content": _TEXT, **kept}, []) or ""
-    called = {"role": "assistant", "content": "", "tool_calls": [_call(0, False)]}
-    ends = re.findall(rf"{_LAST}\s*\Z", _answer(render, called, TOOLS) or "")
+def with_reasoning(message: Mapping[str, Any], name: str, reasoning: str) -> dict[str, Any]:
+    """The message with its reasoning under a name of REASONING_NAMES."""
+    if name != PARTS or not isinstance(message["content"], str):
+        return {**message, **({} if name == PARTS else {name: reasoning})}
+    text = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    return {**message, "content": [{"type": "thinking", "thinking": reasoning}, *text]}
+
+
+def _marks_in(render: Render, message: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Thinking | None:
+    try:
+        text = render([_ASKED, {"role": "assistant", **message}], tools, False)
+    except BadRequest:
+        return None
+    before, is_shown, after = text.partition(_WHY)
+    end = re.match(rf"\s*({MARK})", after)
+    if not is_shown or not end:
+        return None
+    begin = re.search(rf"((?:{_CHANNEL})?{MARK}\w*)\s*\Z", before)
+    mark = begin[1] if begin else before.rstrip().rpartition("\n")[2]
+    return Thinking(mark, end[1], before[len(before.rstrip()) :])
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """Marks that are no text. `before`: what stands before the text of an answer, behind its reasoning."""
+
+    before: str
+    all: tuple[str, ...]
+
+
+def around_text(render: Render, shown: ShownReasoning | None, calls: CallForm | None) -> Around:
+    """The marks that an answer's text stands between, and that end it."""
+    message: dict[str, Any] = {"role": "assistant", "content": _TEXT}
+    for name in shown.names if shown else ():
+        message = with_reasoning(message, name, _WHY)
+    text = _answer(render, message, []) or ""
     before, _, after = text.rpartition(_TEXT)
-    if thinking:
-        _, is_split, rest = before.rpartition(thinking.end)
+    if shown:
+        _, is_split, rest = before.rpartition(shown.marks.end)
         before = rest if is_split else ""
-    last = re.findall(_MARK, after) or after.split()[:1]
-    return tuple(dict.fromkeys(re.findall(rf"{_MARK}\w*", before) + last + ends))
+    last = re.findall(MARK, after) or after.split()[:1]
+    answer = _called(render, 1, False) or _called(render, 1, True) or ""
+    end = calls.end.strip() if calls else ""
+    ends = (
+        re.findall(MARK, answer.rpartition(end)[2]) if end and end in answer else re.findall(rf"{_LAST}\s*\Z", answer)
+    )
+    opening = re.findall(rf"{MARK}\w*", before)
+    marks = [*opening, *last, *(one.strip() for one in ends)]
+    return Around(before.strip() if opening else "", tuple(dict.fromkeys(marks)))
 
 
 def calls_of(render: Render, end_of_reasoning: str = "") -> CallForm | None:
     """The form of calls; None where the template shows none, or none in a form that is read here."""
     for is_text in (False, True):
         for count in (2, 1):
-            message = {
-                "role": "assistant", "content": "", "tool_calls": [_call(index, is_text) for index in range(count)],
-            }  # fmt: skip
-            text = _answer(render, message, TOOLS)
+            text = _called(render, count, is_text)
             if text is None or _NAMES[0] not in text or _KEYS[0] not in text:
                 continue
-            if end_of_reasoning and end_of_reasoning in text:
-                text = text[text.index(end_of_reasoning) + len(end_of_reasoning) :]
+            before, is_there, rest = text.partition(end_of_reasoning) if end_of_reasoning else ("", "", "")
+            if is_there and _NAMES[0] not in before:
+                text = rest
             return _form(text, _end(render))
     return None
+
+
+def _called(render: Render, count: int, is_text: bool) -> str | None:
+    """What the template makes of an answer that is calls."""
+    calls = [_call(index, is_text) for index in range(count)]
+    return _answer(render, {"role": "assistant", "content": "", "tool_calls": calls}, TOOLS)
 
 
 def _answer(render: Render, message: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str | None:
@@ -111,6 +167,10 @@ def answer_in(
         other = render([asked, {"role": "assistant", "content": "."}], tools, False)
     except BadRequest:
         return None
+    if begin == render([asked], tools, False):
+        text = text[: len(text) - len(_common_end(text, begin))]  # the template always adds the answer's beginning
+    if text.startswith(begin):
+        return text[len(begin) :]
     content = asked["content"]
     shared = max(len(_common_begin(text, begin)), len(_common_begin(text, other)), text.find(content) + len(content))
     return text[shared:]
@@ -219,10 +279,12 @@ def _around(pre: str, between: str | None, post: str, fields: dict[str, Any]) ->
     tail = fields.pop("tail", "")
     head = _common_end(pre, between) if between is not None else pre
     if between is None or head.strip() == pre.strip():
-        begin, head = _split(pre.lstrip())
+        begin, head = _split_json(pre.lstrip()) if fields["kind"] == "object" else _split(pre.lstrip())
         space = pre[: len(pre) - len(pre.lstrip())] if between is None else between[len(post.rstrip()) :]
         space = space[: len(space) - len(space.lstrip())]
         end, is_section = post.rstrip(), False
+        if between is not None:
+            end = _common_begin(end, between).rstrip() or end
         if fields["kind"] == "tagged" and head.strip():
             own, end = _split_end(end)
             tail += own
@@ -246,6 +308,13 @@ def _split(pre: str) -> tuple[str, str]:
     found = re.match(r"[^\s\x00]*?[>\]]", pre) or re.match(r"[^\x00]*", pre)
     mark = found[0] if found else ""
     return mark, pre[len(mark) :]
+
+
+def _split_json(pre: str) -> tuple[str, str]:
+    """The same before a JSON object: the mark is all of it."""
+    found = re.match(r"(?:[^\x00{]*\S)?", pre)
+    at = found.end() if found else 0
+    return pre[:at], pre[at:]
 
 
 def _split_end(post: str) -> tuple[str, str]:

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+# a mark: a tag, or Kimi K3's `<|open|>NAME<|sep|>`
+MARK = r"(?:<\|(?:open|close)\|>[^<]*<\|sep\|>|<[^<>\s]+>|\[/?[A-Z][A-Z _]+\])"
+TYPE = "\x01"  # in `other_end`: the value's type as JSON Schema names it
+NAME = "\x02"  # in `address`: the name of the function
 ID = "\x00"  # in `head` and `mid`: an id, or a number, that the model makes up
 
 # object  {"name": NAME, "arguments": {...}}, maybe with more members
@@ -37,8 +41,16 @@ class CallForm:
     key_end: str = ""
     other_end: str = ""
     value_end: str = ""
+    json_begin: str = ""  # tagged: around all arguments of a call as one JSON object, if a call may have that instead
+    json_end: str = ""
     quote: str = ""  # python: what stands around a text; "" = a quotation mark
     assign: str = "="  # python: between a key and its value
+    is_single: bool = False  # an answer ends with its first call
+    # what a grammar writes: before `begin`; before the first call, before a text; special tokens among all of this
+    address: str = ""
+    lead: str = ""
+    text_lead: str = ""
+    special_ids: tuple[tuple[str, int], ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -58,14 +70,52 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The marks around reasoning, which comes before the answer."""
+    """The marks around reasoning, which comes before the answer. `gap`: white space behind the first one."""
 
     begin: str
     end: str
+    gap: str = "\n"
+    is_header: bool = False  # `begin` stands before answers without reasoning too
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Answers that are several messages, each with a header that says what its body is.
+
+    `start` HEADER `body` BODY, and one of `ends` if another message follows; the prompt has the first `start`.
+    Regular expressions find in a header that the body is reasoning, or the name of the function that it calls with
+    JSON arguments; every other body is text, or holds calls as ChatForm.calls says.
+    """
+
+    name: str
+    mark: str  # regular expression: a template that it is found in writes so
+    start: str
+    body: str
+    ends: tuple[str, ...]
+    openings: tuple[str, ...]  # what a header begins with; none: with the name of a function, or `plain`
+    calls: CallForm
+    thinking: Thinking | None = None
+    reasoning: str = r"(?!)"
+    call: str = r"(?!)"
+    plain: str = ""  # header of a text, which a grammar writes
 
 
 THINK = Thinking("<think>", "</think>")
-
+_HARMONY = Thinking("<|channel|>analysis<|message|>", "<|end|>", "")
+_ATEM = Thinking(" to=self<|message|>", "<|eom|>", "")
+REASONING: Mapping[str, Thinking] = MappingProxyType(
+    {
+        "think": THINK,
+        "mistral": Thinking("[THINK]", "[/THINK]", ""),
+        "seed_oss": Thinking("<seed:think>", "</seed:think>"),
+        "kimi": Thinking("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+        "cohere": Thinking("<|START_THINKING|>", "<|END_THINKING|>", ""),
+        "gemma4": Thinking("<|channel>thought", "<channel|>"),
+        "harmony": _HARMONY,
+        "atem": _ATEM,
+        "kimi_k3": Thinking("<|open|>think<|sep|>", "<|close|>think<|sep|>", ""),
+    }
+)
 
 HERMES = CallForm(
     "hermes", "object", "<tool_call>", "\n</tool_call>",
@@ -111,9 +161,72 @@ _KNOWN = (
         "seed_oss", "tagged", "<seed:tool_call>", "\n</seed:tool_call>", False, "\n<function=", ">", "\n</function>",
         "\n", "\n<parameter=", ">", value_end="</parameter>",
     ),
+    CallForm(
+        "deepseek_v32", "tagged", f"<{_BAR}DSML{_BAR}function_calls>", f"\n</{_BAR}DSML{_BAR}function_calls>", True,
+        f'\n<{_BAR}DSML{_BAR}invoke name="', '">', f"\n</{_BAR}DSML{_BAR}invoke>", "",
+        f'\n<{_BAR}DSML{_BAR}parameter name="', '" string="true">', '" string="false">',
+        f"</{_BAR}DSML{_BAR}parameter>",
+    ),
+    CallForm(
+        "deepseek_v4", "tagged", f"<{_BAR}DSML{_BAR}tool_calls>", f"\n</{_BAR}DSML{_BAR}tool_calls>", True,
+        f'\n<{_BAR}DSML{_BAR}invoke name="', '">', f"\n</{_BAR}DSML{_BAR}invoke>", "",
+        f'\n<{_BAR}DSML{_BAR}parameter name="', '" string="true">', '" string="false">',
+        f"</{_BAR}DSML{_BAR}parameter>",
+    ),
+    CallForm(
+        "minimax_m1", "object", "<tool_calls>", "\n</tool_calls>", True, '\n{"name": "', '", "arguments": ', "}", "",
+    ),
+    CallForm(
+        "apriel", "object", "<tool_calls>[", "]</tool_calls>", True, '{"name": "', '", "arguments": ', "}", ", ",
+    ),
+    CallForm(
+        "gemma4", "python", "<|tool_call>", "<tool_call|>", head="call:", mid="{", tail="}", between="",
+        quote='<|"|>', assign=":",
+    ),
+    CallForm(
+        "kimi_k3", "tagged", "<|open|>tools<|sep|>", "<|close|>tools<|sep|>", True, '<|open|>call tool="',
+        f'" index="{ID}"<|sep|>', "<|close|>call<|sep|>", "", '<|open|>argument key="', '" type="string"<|sep|>',
+        f'" type="{TYPE}"<|sep|>', "<|close|>argument<|sep|>",
+        '<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>",
+    ),
     CallForm("pythonic", "python", "<|tool_call_start|>[", "]<|tool_call_end|>", True, mid="(", tail=")", between=", "),
     CallForm("functionary", "json", "<function=", "</function>", mid=">", between=""),
 )  # fmt: skip
+CHANNELS = (
+    Channels(
+        "llm_jp", r"<\|constrain\|> json", "<|start|>assistant", "<|message|>", ("<|end|>", "<|return|>", "<|call|>"),
+        ("to=", "<|channel|>"),
+        CallForm(
+            "llm_jp", "json", " to=functions.", mid="<|channel|>commentary <|constrain|> json<|message|>",
+            between="<|end|><|start|>assistant",
+        ),
+        _HARMONY, r"<\|channel\|>analysis",
+        r"to=functions\.(?P<name>[\w.-]+)|to=(?P<own>[\w.-]+)", "<|channel|>final",
+    ),
+    Channels(
+        "harmony", r"<\|channel\|>(?:.|\n)*<\|message\|>", "<|start|>assistant", "<|message|>",
+        ("<|end|>", "<|return|>", "<|call|>"), ("to=", "<|channel|>"),
+        CallForm("harmony", "json", " to=functions.", mid="<|channel|>commentary json<|message|>", is_single=True),
+        _HARMONY, r"<\|channel\|>analysis",
+        r"to=functions\.(?P<name>[\w.-]+)|to=(?P<own>[\w.-]+)", "<|channel|>final",
+    ),
+    Channels(
+        "atem", r"to=self<\|message\|>", "<|start|>assistant", "<|message|>", ("<|eom|>", "<|eot|>"), ("to=",),
+        CallForm(
+            "atem", "tagged", "<atem:function_calls>", "\n</atem:function_calls>", False, '\n<atem:invoke name="', '">',
+            "\n</atem:invoke>", "<|eom|><|start|>assistant", '\n<atem:parameter name="', '">',
+            value_end="</atem:parameter>", address=f" to={NAME}<|message|>",
+        ),
+        _ATEM, "to=self", plain=" to=user",
+    ),
+    Channels(
+        "functionary_v3.2", r">>>all\\n", ">>>", "\n", ("<|eot_id|>",), (),
+        CallForm("functionary_v3.2", "json", mid="\n", between=">>>"), call=r"\A(?!all\Z)(?P<own>[\w.-]+)\Z",
+        plain="all",
+    ),
+)  # fmt: skip
+# regular expressions that are found in templates whose calls cannot be asked for -> names of KNOWN
+SHOWN_BY: Mapping[str, str] = MappingProxyType({r"<\|open\|>(?:.|\n)*open_tag\('tools'\)": "kimi_k3"})
 NO_CALLS = CallForm("none", begin=ID)  # a text never contains its mark
 KNOWN: Mapping[str, CallForm] = MappingProxyType({form.name: form for form in _KNOWN})
 
@@ -124,9 +237,12 @@ class ChatForm:
 
     calls: CallForm = HERMES
     thinking: Thinking | None = None
+    channels: Channels | None = None
     hidden: tuple[str, ...] = ()  # marks around an answer's text, which are no text
-    is_special: bool = False  # some of the marks are special tokens, which must be seen to be read
+    before_text: str = ""  # what stands before an answer's text, behind its reasoning
+    specials: tuple[str, ...] = ()  # special tokens among the marks, which must be seen to be read
     takes_tools: bool = False  # the template shows tools to the model; otherwise a prompt of ours does
+    kept: tuple[str, ...] = ()  # names under which the template reads the reasoning of earlier answers
     found: str = "a guess"
 
     @property
@@ -134,6 +250,12 @@ class ChatForm:
         """Whether answers may begin with reasoning."""
         return self.thinking is not None
 
+    @property
+    def breaks(self) -> tuple[str, ...]:
+        """Marks of calls that end reasoning whose own end is missing: those that no text has."""
+        begin, is_open = self.calls.begin, self.thinking is not None and self.thinking.is_header
+        return (begin,) if begin and (is_open or any(one in begin for one in self.specials)) else ()
+
     def __str__(self) -> str:
         reasoning = f"{self.thinking.begin}...{self.thinking.end}" if self.thinking else "none"
-        return f"calls: {self.calls.name}'s, from {self.found}; reasoning: {reasoning}"
+        return f"calls: {self.calls.name}, from {self.found}; reasoning: {reasoning}"

@@ -93,6 +93,8 @@ def checked_grammar(grammar: str, field: str) -> str:
     if is_error:
         raise BadRequest(field, f"cannot be used: {' '.join(messages[0].split())[:500]}")
     for message in messages:
+        if message.startswith("no tokenizer"):  # the ids of special tokens come from the model's own
+            continue
         note(f"{field} is not held in full: {message}")
     return grammar
 

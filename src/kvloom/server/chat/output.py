@@ -1,6 +1,7 @@
 """One chat answer as events: reasoning first, then text and tool calls. Knows no protocol."""
 
 from kvloom.contract.request import Delta, FinishReason
+from kvloom.server.chat.channels import ChannelReader
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.server.chat.reasoning import ReasoningSplitter
 from kvloom.server.chat.tool_calls import CallParser
@@ -18,14 +19,17 @@ class ChatOutput:
     ) -> None:
         """`reasoning`, `calls`: parsers, or None where there are none. Calls after `max_calls` are dropped.
 
-        `has_text`: False for an answer whose grammar allows calls only.
+        `calls` reads the reasoning too where it is a ChannelReader. `has_text`: False for an answer whose grammar
+        allows calls only.
         """
         self.num_calls = 0
         self.num_reasoning_tokens = 0
         self._reasoning, self._calls, self._max_calls = reasoning, calls, max_calls
+        self._channels = calls if isinstance(calls, ChannelReader) else None
         self._has_text = has_text
 
     def add(self, delta: Delta) -> list[ChatEvent]:
+        was_open = self._channels is not None and self._channels.is_open
         events = self._split(delta)
         if self._calls is not None:
             found: list[ChatEvent] = []
@@ -33,6 +37,10 @@ class ChatOutput:
                 found += self._calls.add(event.text) if isinstance(event, TextDelta) else [event]
             is_cut = delta.finish_reason is not FinishReason.EOS
             events = found + (self._calls.finish(is_cut) if delta.finish_reason else [])
+        if self._channels is not None and (
+            was_open or self._channels.is_open or any(isinstance(event, ReasoningDelta) for event in events)
+        ):
+            self.num_reasoning_tokens += len(delta.token_ids)
         return [event for event in events if self._is_kept(event)]
 
     def _split(self, delta: Delta) -> list[ChatEvent]:

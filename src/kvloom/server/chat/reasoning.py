@@ -11,9 +11,12 @@ class ReasoningSplitter:
     White space around the reasoning, and between it and the answer, is dropped.
     """
 
-    def __init__(self, is_open: bool, marks: Thinking = THINK) -> None:
-        """`is_open`: the prompt ends with the first mark, so the answer begins with reasoning."""
+    def __init__(self, is_open: bool, marks: Thinking = THINK, breaks: tuple[str, ...] = ()) -> None:
+        """`is_open`: the prompt ends with the first mark, so the answer begins with reasoning. `breaks`: marks that end
+        the reasoning too, and belong to the answer.
+        """
         self._begin, self._end = marks.begin, marks.end
+        self._ends = (marks.end, *breaks)
         self.is_open = is_open
         self._is_undecided = not is_open  # whether the answer begins with the mark is still open
         self._held = ""  # a possible mark, or white space at the end of the reasoning
@@ -47,16 +50,17 @@ class ReasoningSplitter:
 
     def _read_reasoning(self, events: list[ChatEvent]) -> None:
         text = self._held.lstrip() if self._is_fresh else self._held
-        at = text.find(self._end)
-        if at >= 0:
-            known, self._held = text[:at].rstrip(), text[at + len(self._end) :]
+        found = min(((at, mark) for mark in self._ends if (at := text.find(mark)) >= 0), default=None)
+        if found is not None:
+            at, mark = found
+            known, self._held = text[:at].rstrip(), text[at + (len(mark) if mark == self._end else 0) :]
         else:
-            known = text[: len(text) - overlap(text, self._end)].rstrip()
+            known = text[: len(text) - max(overlap(text, mark) for mark in self._ends)].rstrip()
             self._held = text[len(known) :]
         if known:
             self._is_fresh = False
             events.append(ReasoningDelta(known))
-        if at >= 0:
+        if found is not None:
             self.is_open, self._is_fresh = False, True
 
     def _read_text(self, events: list[ChatEvent]) -> None:

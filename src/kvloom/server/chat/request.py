@@ -8,16 +8,18 @@ from kvloom.contract.errors import BadRequest
 from kvloom.contract.images import Sight
 from kvloom.contract.request import SamplingParams
 from kvloom.engine.text.marks import Marks
+from kvloom.server.chat.channels import Begun, ChannelReader
 from kvloom.server.chat.content import joined, sources_of, text_of, with_parts, with_texts
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.server.chat.form import NO_CALLS, ChatForm, Thinking
+from kvloom.server.chat.history import shapes_of
 from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.parts import reads_parts_alone
 from kvloom.server.chat.reasoning import ReasoningSplitter
 from kvloom.server.chat.showing import as_shown
-from kvloom.server.chat.style import form_of, takes_parts
+from kvloom.server.chat.style import form_of, led, takes_parts
 from kvloom.server.chat.tool_calls import make_parser
-from kvloom.server.chat.tool_grammars import tool_grammar
+from kvloom.server.chat.tool_grammars import has_grammar, tool_grammar
 from kvloom.server.chat.tools import Tool, ToolChoice
 from kvloom.server.serving.prompts import Marked, check_length, encode_marked, request_limit
 from kvloom.server.serving.service import GenerationService
@@ -71,18 +73,22 @@ class PreparedChat:
     role: str = "assistant"  # role of the answer
     echo: str = ""  # what the answer begins with
     sight: Sight | None = None  # the images of the prompt
+    is_begun: bool = False  # the prompt ends within the answer
 
     def output(self) -> ChatOutput:
         """A reader for one choice."""
-        thinking = self.style.thinking
-        reasoning = ReasoningSplitter(self.is_thinking, thinking) if thinking else None
-        if self.choice.mode == "none":
-            return ChatOutput(
-                reasoning, make_parser(NO_CALLS, {}, self.style.hidden) if self.style.is_special else None
-            )
-        calls = make_parser(self.style.calls, {tool.name: tool.schema for tool in self.tools}, self.style.hidden)
-        has_text = self.choice.mode == "auto"
-        return ChatOutput(reasoning, calls, None if self.is_parallel else 1, has_text)
+        style, may_call = self.style, self.choice.mode != "none"
+        schemas = {tool.name: tool.schema for tool in self.tools} if may_call else {}
+        max_calls = None if self.is_parallel or not may_call else 1
+        has_text = self.choice.mode in ("auto", "none")
+        if style.channels is not None:
+            begun: Begun = "reasoning" if self.is_thinking else "text" if self.is_begun else "header"
+            return ChatOutput(None, ChannelReader(style.channels, schemas, begun), max_calls, has_text)
+        breaks = style.breaks if may_call else ()
+        reasoning = ReasoningSplitter(self.is_thinking, style.thinking, breaks) if style.thinking else None
+        if not may_call:
+            return ChatOutput(reasoning, make_parser(NO_CALLS, {}, style.hidden) if style.specials else None)
+        return ChatOutput(reasoning, make_parser(style.calls, schemas, style.hidden), max_calls, has_text)
 
 
 def prepare(service: GenerationService, request: ChatRequest, params: SamplingParams) -> PreparedChat:
@@ -98,25 +104,13 @@ def prepare(service: GenerationService, request: ChatRequest, params: SamplingPa
     text = marks.spelt_out(_render(service, style, marks, request, tools))
     if request.is_continued:
         text = _continued(text)
-    grammar = tool_grammar(style.calls, tools, request.choice, request.is_parallel, params.grammar)
-    is_limited = bool(grammar) or request.max_reasoning_tokens is not None
-    end = text.rstrip()
+    is_limited = has_grammar(tools, request.choice, params.grammar) or request.max_reasoning_tokens is not None
+    text, is_thinking = _opened(style, request, text, is_limited)
+    calls = led(style, text, is_thinking)
+    grammar = tool_grammar(calls, tools, request.choice, request.is_parallel, params.grammar)
     thinking = style.thinking
-    is_thinking = thinking is not None and (end.endswith(thinking.begin) or _thinks_on(request, thinking))
-    may_think = thinking is not None and request.add_generation_prompt and not end.endswith(thinking.end)
-    if (
-        thinking
-        and may_think
-        and not is_thinking
-        and is_limited
-        and request.template_values.get("enable_thinking") is not False
-    ):
-        text, is_thinking = (
-            f"{text}{thinking.begin}\n",
-            True,
-        )  # the end of the reasoning matters here, so its beginning must be known
     params = replace(params, grammar=grammar)
-    if style.is_special:
+    if style.specials:
         params = replace(params, skip_special_tokens=False)
     if thinking and is_thinking and is_limited:
         params = replace(params, reasoning_end=thinking.end, max_reasoning_tokens=request.max_reasoning_tokens)
@@ -127,15 +121,32 @@ def prepare(service: GenerationService, request: ChatRequest, params: SamplingPa
         check_length(service, seen.prompt_ids, request.field, limit)
         ids, sight = seen.prompt_ids, seen.sight
     shown = (request.tools, request.choice, request.is_parallel, is_thinking, request.role, request.echo, sight)
-    return PreparedChat(ids, params, style, *shown)
+    return PreparedChat(ids, params, replace(style, calls=calls), *shown, is_begun=request.is_continued)
+
+
+def _opened(style: ChatForm, request: ChatRequest, text: str, is_limited: bool) -> tuple[str, bool]:
+    """The prompt, and whether the answer begins within its reasoning. Where the end of the reasoning matters its
+    beginning must be known: then it is added.
+    """
+    thinking, end = style.thinking, text.rstrip()
+    if thinking is None:
+        return text, False
+    if end.endswith(thinking.begin) or _thinks_on(request, thinking):
+        return text, True
+    may_think = request.add_generation_prompt and not end.endswith((thinking.end, style.before_text or thinking.end))
+    if may_think and is_limited and request.template_values.get("enable_thinking") is not False:
+        return f"{text}{thinking.begin}{thinking.gap}", True
+    return text, False
 
 
 def with_beginning(service: GenerationService, chat: PreparedChat, text: str, is_counted: bool = False) -> PreparedChat:
     """The chat whose answer continues `text`. Raises PromptTooLong."""
+    if chat.style.channels is not None:
+        text = chat.style.calls.text_lead + text
     limit = request_limit(service) if is_counted else service.max_input_tokens
     marks = _marks(service, text)
     more = encode_marked(service, Marked(marks.mark(text), marks.originals), "messages", limit)
-    return replace(chat, prompt_ids=(*chat.prompt_ids, *more))
+    return replace(chat, prompt_ids=(*chat.prompt_ids, *more), is_begun=True)
 
 
 def _sources(service: GenerationService, request: ChatRequest) -> tuple[ImageSource, ...]:
@@ -157,7 +168,7 @@ def _marks(service: GenerationService, *values: Any) -> Marks:
 def _render(
     service: GenerationService, style: ChatForm, marks: Marks, request: ChatRequest, called: Sequence[Tool]
 ) -> str:
-    """The prompt, marked. Raises BadRequest."""
+    """The prompt, marked. Raises BadRequest with what the template says."""
     messages = marks.mark(request.messages)
     if request.is_continued:
         if messages[-1].get("tool_calls"):
@@ -166,7 +177,14 @@ def _render(
     tools = [marks.mark(tool.plain) for tool in called if tool.is_listed]
     known, shown = as_shown(service.tokenizer, style, messages, tools, request.field)
     values = {**marks.mark(request.template_values), "add_generation_prompt": request.add_generation_prompt}
-    return service.tokenizer.apply_chat_template(_formed(service, known), tools=shown or None, **values)
+    problem: BadRequest | None = None
+    for shape in shapes_of(style.kept, known):
+        try:
+            return service.tokenizer.apply_chat_template(_formed(service, shape), tools=shown or None, **values)
+        except BadRequest as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
 
 
 def _formed(service: GenerationService, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

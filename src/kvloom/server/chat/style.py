@@ -2,21 +2,34 @@
 
 import re
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
 
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.tokenizer import Tokenizer
-from kvloom.server.chat.derive import calls_of, hidden_of, thinking_of
-from kvloom.server.chat.form import HERMES, KNOWN, LLAMA3, QWEN3_CODER, THINK, CallForm, ChatForm, Thinking
+from kvloom.server.chat.derive import Around, around_text, calls_of, reasoning_of
+from kvloom.server.chat.form import (
+    CHANNELS,
+    HERMES,
+    KNOWN,
+    LLAMA3,
+    QWEN3_CODER,
+    REASONING,
+    SHOWN_BY,
+    CallForm,
+    Channels,
+    ChatForm,
+)
+from kvloom.server.serving.parsers import REASONING_PARSERS, TOOL_PARSERS
 
-_FALLBACKS = (THINK, Thinking("[THINK]", "[/THINK]"))  # of templates that show no reasoning of earlier answers
+_FALLBACKS = (REASONING["think"], REASONING["mistral"])  # of templates that show no reasoning of earlier answers
 
 
 def form_of(
     tokenizer: Tokenizer, has_tools: bool = False, tool_parser: str = "auto", reasoning_parser: str = "auto"
 ) -> ChatForm:
-    """A parser other than "auto" overrules the template: a name of form.KNOWN; "think" or "none" for reasoning."""
+    """A parser other than "auto" overrules the template: a name of TOOL_PARSERS, of REASONING_PARSERS."""
     return _form_of(cast("Hashable", tokenizer), has_tools, tool_parser, reasoning_parser)
 
 
@@ -30,18 +43,65 @@ def _form_of(known: Hashable, has_tools: bool, tool_parser: str, reasoning_parse
         tools = [dict(tool) for tool in tools] if has_tools else []
         return tokenizer.apply_chat_template(known, tools=tools or None, add_generation_prompt=is_open)
 
-    thinking = None if reasoning_parser == "none" else thinking_of(render)
-    if thinking is None and reasoning_parser != "none":
-        shown = (pair for pair in _FALLBACKS if pair.begin in template and pair.end in template)
-        thinking = next(shown, THINK if reasoning_parser == "think" else None)
-    takes_tools = re.search(r"\btools\b", template) is not None
-    if tool_parser != "auto":
-        calls, found = KNOWN[tool_parser], "the configuration"
+    calls_name = TOOL_PARSERS.get(tool_parser, "")
+    reasoning_name = REASONING_PARSERS.get(reasoning_parser, "")
+    channels = _channels_of(template, calls_name, reasoning_name)
+    shown = reasoning_of(render)
+    thinking = shown.marks if shown else None
+    if channels is not None:
+        thinking = channels.thinking
+    elif thinking is None:
+        thinking = next((pair for pair in _FALLBACKS if pair.begin in template and pair.end in template), None)
+    if reasoning_name:
+        thinking = REASONING.get(reasoning_name)
+    if channels is not None and (not calls_name or channels.calls.name == calls_name):
+        calls, found, around = channels.calls, "a mark in the template", Around("", ())
+    elif calls_name:
+        calls, found = KNOWN[calls_name], "the configuration"
+        around = around_text(render, shown, calls)
     else:
-        calls, found = _calls_of(template, calls_of(render, thinking.end if thinking else ""))
+        by_mark = next((KNOWN[name] for mark, name in SHOWN_BY.items() if re.search(mark, template)), None)
+        own = by_mark or calls_of(render, thinking.end if thinking else "")
+        calls, found = (by_mark, "a mark in the template") if by_mark else _calls_of(template, own)
+        around = around_text(render, shown, own)
+    if calls_name:
+        found = "the configuration"
     marks = [*(calls.marks if has_tools else ()), *((thinking.begin, thinking.end) if thinking else ())]
-    is_special = any(text in mark for text in tokenizer.special_texts if text for mark in marks)
-    return ChatForm(calls, thinking, hidden_of(render, thinking), is_special, takes_tools, found)
+    marks += [channels.start, channels.body, *channels.ends] if channels else around.all
+    specials = sorted(text for text in tokenizer.special_texts if text and any(text in mark for mark in marks))
+    ids = ((text, tokenizer.encode_inside(text, is_plain=False)) for text in specials)
+    return ChatForm(
+        calls=replace(calls, special_ids=tuple((text, one[0]) for text, one in ids if len(one) == 1)),
+        thinking=thinking,
+        channels=channels,
+        hidden=around.all,
+        before_text=around.before,
+        specials=tuple(specials),
+        takes_tools=re.search(r"\btools\b", template) is not None,
+        kept=shown.names if shown else (),
+        found=found,
+    )
+
+
+def led(style: ChatForm, prompt: str, is_thinking: bool) -> CallForm:
+    """The form of calls with what a grammar writes before the first one, or before a text: what the prompt lacks."""
+    channels = style.channels
+    if channels is None:
+        head = style.before_text if is_thinking or not prompt.rstrip().endswith(style.before_text) else ""
+        return replace(style.calls, text_lead=head)
+    start = channels.start if is_thinking else ""
+    return replace(style.calls, lead=start, text_lead=f"{start}{channels.plain}{channels.body}")
+
+
+def _channels_of(template: str, calls_name: str, reasoning_name: str) -> Channels | None:
+    """The channels that the configuration names, or else those of a mark in the template."""
+    for name in (calls_name, reasoning_name):
+        named = next((row for row in CHANNELS if name == row.name), None)
+        if named is not None:
+            return named
+    if calls_name:
+        return None
+    return next((row for row in CHANNELS if re.search(row.mark, template)), None)
 
 
 def _calls_of(template: str, shown: CallForm | None) -> tuple[CallForm, str]:

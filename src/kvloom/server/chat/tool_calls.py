@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from kvloom.engine.text.stop import overlap
+from kvloom.server.chat.answer_events import AnswerEvents
 from kvloom.server.chat.call_readers import MarkedReader
-from kvloom.server.chat.events import ChatEvent, TextDelta, ToolCallArguments, ToolCallStart
-from kvloom.server.chat.form import ID, KNOWN, CallForm
+from kvloom.server.chat.events import ChatEvent
+from kvloom.server.chat.form import ID, KNOWN, MARK, CallForm
 from kvloom.server.chat.json_calls import CallScanner
 
 PYTHON_TAG = "<|python_tag|>"
@@ -33,57 +34,10 @@ def make_parser(form: CallForm, schemas: Mapping[str, Mapping[str, Any]], hidden
     return MarkedCalls(form, schemas, hidden) if form.begin else BareCalls(schemas, hidden)
 
 
-class _Events:
-    """Events of one `add`; neighbours of a kind are joined, and white space around calls is dropped."""
-
-    def __init__(self) -> None:
-        self.items: list[ChatEvent] = []
-        self.num_calls = 0
-        self._space = ""  # white space that is text unless a call follows
-        self._is_after_call = False
-
-    def drain(self) -> list[ChatEvent]:
-        items, self.items = self.items, []
-        return items
-
-    def text(self, text: str) -> None:
-        if self._is_after_call:
-            text = text.lstrip()
-        body = (self._space + text).rstrip()
-        self._space = (self._space + text)[len(body) :]
-        if body:
-            self._is_after_call = False
-            self._put_text(body)
-
-    def end(self) -> None:
-        """No more text comes."""
-        if self._space:
-            self._put_text(self._space)
-
-    def start(self, name: str) -> None:
-        self._space, self._is_after_call = "", True
-        self.items.append(ToolCallStart(self.num_calls, name))
-        self.num_calls += 1
-
-    def arguments(self, text: str) -> None:
-        last, index = self.items[-1] if self.items else None, self.num_calls - 1
-        if isinstance(last, ToolCallArguments) and last.index == index:
-            self.items.pop()
-            text = last.text + text
-        self.items.append(ToolCallArguments(index, text))
-
-    def _put_text(self, text: str) -> None:
-        last = self.items[-1] if self.items else None
-        if isinstance(last, TextDelta):
-            self.items.pop()
-            text = last.text + text
-        self.items.append(TextDelta(text))
-
-
 class _Call:
     """A call being read: its scanner, and whether its start was reported."""
 
-    def __init__(self, scanner: CallScanner | MarkedReader, events: _Events) -> None:
+    def __init__(self, scanner: CallScanner | MarkedReader, events: AnswerEvents) -> None:
         self._scanner, self._events = scanner, events
         self.is_told = False
 
@@ -106,12 +60,16 @@ class _Call:
             self._events.start(self._scanner.name)
         if arguments:
             self._events.arguments(arguments)
+        if self.is_told and self.is_over:
+            self._events.end_call(is_whole=not self.is_failed)
 
     def cut(self) -> None:
-        """No more text comes: report the call if it has a name."""
+        """No more text comes: report the call if it has a name, and close its arguments."""
         if self._scanner.found_name is not None and not self.is_told:
             self.is_told = True
             self._events.start(self._scanner.found_name)
+        if self.is_told:
+            self._events.end_call(is_whole=False)
 
 
 class MarkedCalls:
@@ -119,7 +77,7 @@ class MarkedCalls:
 
     def __init__(self, form: CallForm, schemas: Mapping[str, Mapping[str, Any]], hidden: tuple[str, ...] = ()) -> None:
         self._form, self._schemas, self._hidden = form, schemas, hidden
-        self._events = _Events()
+        self._events = AnswerEvents()
         self._held = ""
         self._mark = ""  # of the call that is being read
         self._lead: str | None = None  # white space between the mark and the call; None outside a call
@@ -135,11 +93,13 @@ class MarkedCalls:
         return self._events.drain()
 
     def finish(self, is_cut: bool = False) -> list[ChatEvent]:
-        if is_cut and self._call is not None:
+        if self._call is not None and (is_cut or self._call.is_told):
             self._call.cut()
-        elif self._lead is not None and not is_cut and not (self._call and self._call.is_told):
+        elif self._lead is not None and not is_cut:
             self._events.text(self._mark + self._lead + (self._call.raw if self._call else ""))
         held = self._held.lstrip()
+        if held.strip() in self._hidden:
+            held = self._held = ""
         if not (is_cut and self._is_behind and any(mark.startswith(held) for mark in self._closes)):
             self._events.text(self._held)
         self._events.end()
@@ -186,6 +146,10 @@ class MarkedCalls:
             self._events.text(text)
             return False
         at, _, mark = found
+        if any(len(self._held) - at < len(other) and other.startswith(self._held[at:]) for other in marks):
+            text, self._held = self._held[:at], self._held[at:]  # it may become a longer mark
+            self._events.text(text)
+            return False
         text, self._held = self._held[:at], self._held[at + len(mark) :]
         self._events.text(text)
         if mark in self._opens:
@@ -249,7 +213,7 @@ def _closes(form: CallForm) -> tuple[str, ...]:
     behind = form.tail + form.end if form.kind == "json" else form.end
     if form.kind == "tagged" and not form.tail.strip():
         return ()  # the end of the mark is that of the call, which its reader takes
-    return tuple(re.findall(r"<[^<>\s]+>|[^<\s]+", behind))
+    return tuple(re.findall(rf"{MARK}|[^<\s]+", behind))
 
 
 class BareCalls:
@@ -257,7 +221,7 @@ class BareCalls:
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], hidden: tuple[str, ...] = ()) -> None:
         self._names, self._hidden = frozenset(schemas), hidden
-        self._events = _Events()
+        self._events = AnswerEvents()
         self._lead = ""  # white space and `;` before the next call
         self._call: _Call | None = None
         self._is_text = False
@@ -272,7 +236,7 @@ class BareCalls:
 
     def finish(self, is_cut: bool = False) -> list[ChatEvent]:
         """A bare object in a cut answer may be a JSON answer: without a mark or a name it is text."""
-        if is_cut and self._call is not None:
+        if self._call is not None and (is_cut or self._call.is_told):
             self._call.cut()
         is_marked = bool(self._events.num_calls) or self._lead.strip() == PYTHON_TAG
         if is_cut and is_marked and not self._is_text:

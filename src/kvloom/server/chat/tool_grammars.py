@@ -3,12 +3,19 @@
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from kvloom.server.chat.form import ID, CallForm
+from kvloom.server.chat.form import ID, NAME, TYPE, CallForm
 from kvloom.server.chat.grammars import checked_grammar, inner_schema
 from kvloom.server.chat.regexes import lark_regex
 from kvloom.server.chat.tools import Tool, ToolChoice
+
+
+def has_grammar(tools: Sequence[Tool], choice: ToolChoice, answer: str) -> bool:
+    """Whether tool_grammar restricts the answer."""
+    may_call = bool(tools) and choice.mode != "none"
+    return bool(answer) or (may_call and (choice.mode != "auto" or any(tool.is_strict for tool in tools)))
 
 
 def tool_grammar(form: CallForm, tools: Sequence[Tool], choice: ToolChoice, is_parallel: bool, answer: str) -> str:
@@ -17,45 +24,64 @@ def tool_grammar(form: CallForm, tools: Sequence[Tool], choice: ToolChoice, is_p
 
     Raises BadRequest that names the tool whose schema cannot be used.
     """
-    if choice.mode == "none" or not tools:
-        return answer
-    if choice.mode == "auto" and not answer and not any(tool.is_strict for tool in tools):
+    if not has_grammar(tools, choice, answer):
         return ""
+    if choice.mode == "none" or not tools:
+        return _with_lead(form, answer)
     if choice.mode == "named":
         tools, is_parallel = [tool for tool in tools if tool.name == choice.name], False
-    is_free = choice.mode == "auto" and not answer
+    is_parallel = is_parallel and not form.is_single
     lines = []
     for index, tool in enumerate(tools):
         schema = tool.schema if tool.is_strict or choice.mode != "auto" else {"type": "object"}
         lines += _call_rules(form, index, tool, schema)
     lines.append("body: " + " | ".join(f"call_{index}" for index in range(len(tools))))
-    if is_free:
+    if choice.mode == "auto" and not answer and not form.text_lead:
         lines += _free_rules(form, is_parallel)
         return _checked({"lark_grammar": "\n".join(lines)})
-    begin, end = _literal(form.begin), _literal(form.end)
-    lines.append("call: body" if form.is_section else f"call: {begin} body {end}")
-    more = f" ({_literal(form.between)} call)*" if is_parallel else ""
+    begin, end = _literal(form, form.begin), _literal(form, form.end)
+    lines.append("call: body" if form.is_section or form.address else f"call: {begin} body {end}")
+    more = f" ({_literal(form, form.between)} call)*" if is_parallel else ""
     lines.append(f"calls: {begin} call{more} {end}" if form.is_section else f"calls: call{more}")
-    if not answer or choice.mode != "auto":
-        return _checked({"lark_grammar": "\n".join([*lines, "start: calls"])})
+    lead, text_lead = _literal(form, form.lead), _literal(form, form.text_lead.removeprefix(form.lead))
+    if choice.mode != "auto":
+        return _checked({"lark_grammar": "\n".join([*lines, f"start: {lead} calls"])})
+    if not answer:
+        lines += [r"TEXT: /(.|\n)*/", f"start: {lead} (calls | {text_lead} TEXT)"]
+        return _checked({"lark_grammar": "\n".join(lines)})
     other = _grammars_of(answer)
-    lines.append("start: calls | @answer")
+    lines.append(f"start: {lead} (calls | {text_lead} @answer)")
     return _checked({"lark_grammar": "\n".join(lines)}, {**other[0], "name": "answer"}, *other[1:])
 
 
+def _with_lead(form: CallForm, answer: str) -> str:
+    """The grammar of an answer behind what stands before its text."""
+    if not answer or not form.text_lead:
+        return answer
+    other = _grammars_of(answer)
+    start = {"lark_grammar": f"start: {_literal(form, form.text_lead)} @answer"}
+    return json.dumps({"grammars": [start, {**other[0], "name": "answer"}, *other[1:]]})
+
+
 def _free_rules(form: CallForm, is_parallel: bool) -> list[str]:
-    """Free text in which every call follows its schema. The mark of a call is a lexeme that ends as early as
-    possible.
+    """Free text in which every call follows its schema. The mark of a call is a special token, or a lexeme that ends as
+    early as possible.
     """
-    between, end = _literal(form.between), _literal(form.end)
+    between, end = _literal(form, form.between), _literal(form, form.end)
     if not form.begin:  # the whole answer is a call
         more = f" ({between} body)*" if is_parallel else ""
         return [f"start: body{more} | TEXT?", r"TEXT: /[^{](.|\n)*/"]
     more = f" ({between} body)*" if is_parallel and form.is_section else ""
+    many = "*" if is_parallel and not form.is_section else "?"
+    first = next(((text, id) for text, id in form.special_ids if form.begin.startswith(text)), None)
+    if first is not None:
+        text, id = first
+        mark = f"<[{id}]> {_literal(form, form.begin[len(text) :])}"
+        return [f"start: free{many} other*", f"free: other* {mark} body{more} {end}", f"other: <[^{id}]>"]
     return [
-        f"start: free{'*' if is_parallel and not form.is_section else '?'} TEXT",
+        f"start: free{many} TEXT",
         f"free: mark body{more} {end}",
-        f"mark[lazy]: TEXT {_literal(form.begin)}",
+        f"mark[lazy]: TEXT {_literal(form, form.begin)}",
         r"TEXT: /(.|\n)*/",
     ]
 
@@ -63,17 +89,23 @@ def _free_rules(form: CallForm, is_parallel: bool) -> list[str]:
 def _call_rules(form: CallForm, index: int, tool: Tool, schema: dict[str, Any]) -> list[str]:
     """A call, without the marks that may stand around several."""
     rule = f"call_{index}"
+    if form.address:
+        address = _literal(form, form.address.replace(NAME, tool.name))
+        lines = _call_rules(replace(form, address=""), index, tool, schema)
+        last = lines[-1].removeprefix(f"{rule}: ")
+        return [*lines[:-1], f"{rule}: {address} {_literal(form, form.begin)} {last} {_literal(form, form.end)}"]
     if form.kind == "tagged":
         return _tagged_rules(form, rule, tool, schema)
     if form.kind == "python":
         return _python_rules(form, rule, tool, schema)
-    return [f"{rule}: {_parts(form.head, tool.name, form.mid)} {_json(schema, tool)} {_parts(form.tail)}"]
+    head, tail = _parts(form, form.head, tool.name, form.mid), _parts(form, form.tail)
+    return [f"{rule}: {head} {_json(schema, tool)} {tail}"]
 
 
-def _parts(*texts: str) -> str:
+def _parts(form: CallForm, *texts: str) -> str:
     """Literals one after the other; an id is any word."""
     found = [piece for piece in re.split(f"({ID})", "".join(texts)) if piece]
-    return " ".join("/[A-Za-z0-9_.-]+/" if piece == ID else _literal(piece) for piece in found) or '""'
+    return " ".join("/[A-Za-z0-9_.-]+/" if piece == ID else _literal(form, piece) for piece in found) or '""'
 
 
 def _tagged_rules(form: CallForm, rule: str, tool: Tool, schema: dict[str, Any]) -> list[str]:
@@ -86,15 +118,17 @@ def _tagged_rules(form: CallForm, rule: str, tool: Tool, schema: dict[str, Any])
         name = f"{rule}_{index}"
         begin, end = f"{form.key_begin}{key}{form.key_end}", form.value_end
         if not isinstance(value, dict) or value.get("type") != "string":
-            begin = f"{form.key_begin}{key}{form.other_end or form.key_end}"
-            lines.append(f"{name}: {_literal(begin)} {_json(_with(value, shared), tool)} {_literal(end)}")
+            type = str(value.get("type", "object")) if isinstance(value, dict) else "object"
+            other = form.other_end.replace(TYPE, "number" if type == "integer" else type)
+            begin = f"{form.key_begin}{key}{other or form.key_end}"
+            lines.append(f"{name}: {_literal(form, begin)} {_json(_with(value, shared), tool)} {_literal(form, end)}")
         elif "enum" in value or "const" in value:
-            options = " | ".join(_literal(str(text)) for text in value.get("enum", [value.get("const")]))
-            lines.append(f"{name}: {_literal(begin)} ({options}) {_literal(end)}")
+            options = " | ".join(_literal(form, str(text)) for text in value.get("enum", [value.get("const")]))
+            lines.append(f"{name}: {_literal(form, begin)} ({options}) {_literal(form, end)}")
         else:
-            lines += [f"{name}: {_literal(begin)} {name}_text", f"{name}_text[suffix={_literal(end)}]: {_text(value)}"]
+            lines += _open_text(form, name, begin, end, value)
         parts.append(name if key in required else f"{name}?")
-    head, tail = _parts(form.head, tool.name, form.mid), _parts(form.tail)
+    head, tail = _parts(form, form.head, tool.name, form.mid), _parts(form, form.tail)
     return [*lines, f"{rule}: {head} {' '.join(parts)} {tail}"]
 
 
@@ -108,16 +142,15 @@ def _python_rules(form: CallForm, rule: str, tool: Tool, schema: dict[str, Any])
         begin = key + form.assign
         is_text = isinstance(value, dict) and value.get("type") == "string" and "enum" not in value
         if is_text and form.quote:
-            lines += [f"{name}: {_literal(begin + form.quote)} {name}_text"]
-            lines += [f"{name}_text[suffix={_literal(form.quote)}]: {_text(value)}"]
+            lines += _open_text(form, name, begin + form.quote, form.quote, value)
         else:
-            lines.append(f"{name}: {_literal(begin)} {_json(_with(value, shared), tool)}")
-        more = f" ({_literal(', ' if form.assign == '=' else ',')} {rest})" if rest else ""
+            lines.append(f"{name}: {_literal(form, begin)} {_json(_with(value, shared), tool)}")
+        more = f" ({_literal(form, ', ' if form.assign == '=' else ',')} {rest})" if rest else ""
         more = f"{more}?" if more and not any(other in required for other in _after(schema, key)) else more
         lines.append(f"{name}_on: {name}{more}" + (f" | {rest}" if rest and key not in required else ""))
         rest = f"{name}_on"
     inner = rest if any(key in required for key in schema.get("properties") or {}) else f"{rest}?" if rest else ""
-    return [*lines, f"{rule}: {_parts(form.head, tool.name, form.mid)} {inner} {_parts(form.tail)}"]
+    return [*lines, f"{rule}: {_parts(form, form.head, tool.name, form.mid)} {inner} {_parts(form, form.tail)}"]
 
 
 def _after(schema: dict[str, Any], key: str) -> list[str]:
@@ -145,8 +178,26 @@ def _json(schema: Any, tool: Tool) -> str:
     return "%json " + json.dumps(inner_schema(schema, tool.schema_field, tool.is_strict))
 
 
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _open_text(form: CallForm, name: str, begin: str, end: str, schema: dict[str, Any]) -> list[str]:
+    """Rule `name`: a text without quotes between two marks. It ends at the first `end`, which no token of it is part of
+    where that is a special one.
+    """
+    if any(text in end for text, _ in form.special_ids):
+        return [f"{name}: {_literal(form, begin)} {name}_text {_literal(form, end)}", f"{name}_text: {_text(schema)}"]
+    return [
+        f"{name}: {_literal(form, begin)} {name}_text",
+        f"{name}_text[suffix={_literal(form, end)}]: {_text(schema)}",
+    ]
+
+
+def _literal(form: CallForm, text: str) -> str:
+    """A text, in which special tokens are themselves: no other token spells them."""
+    ids = dict(form.special_ids)
+    if not ids:
+        return json.dumps(text, ensure_ascii=False)
+    known = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
+    pieces = [piece for piece in re.split(f"({known})", text) if piece]
+    return " ".join(f"<[{ids[one]}]>" if one in ids else json.dumps(one, ensure_ascii=False) for one in pieces) or '""'
 
 
 def _grammars_of(grammar: str) -> list[dict[str, Any]]:

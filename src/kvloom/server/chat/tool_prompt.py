@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvloom.server.chat.content import joined
-from kvloom.server.chat.form import HERMES, ID, CallForm
+from kvloom.server.chat.form import HERMES, ID, TYPE, CallForm
+from kvloom.server.chat.values import json_type
 
 OPEN, CLOSE = HERMES.begin, HERMES.end.strip()
 _PROMPT = """You can call functions. They are described here as JSON, one a line:
@@ -89,7 +90,8 @@ def _arguments_text(form: CallForm, arguments: Any) -> str:
 
 
 def _key_end(form: CallForm, value: Any) -> str:
-    return form.key_end if isinstance(value, str) or not form.other_end else form.other_end
+    other = form.other_end.replace(TYPE, json_type(value))
+    return form.key_end if isinstance(value, str) or not other else other
 
 
 def _quoted(form: CallForm, value: Any) -> str:

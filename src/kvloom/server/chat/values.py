@@ -26,7 +26,7 @@ def typed_json(schema: Mapping[str, Any], key: str, value: str, said: str, is_ba
     if literal is None:
         return json.dumps(value, ensure_ascii=False)
     types = _types_of(known, schema)
-    if not said and types is not None and "string" in types and _json_type(msgspec.json.decode(literal)) not in types:
+    if not said and types is not None and "string" in types and json_type(msgspec.json.decode(literal)) not in types:
         return json.dumps(value, ensure_ascii=False)
     return literal
 
@@ -69,7 +69,7 @@ def json_of_quoted(quote: str, text: str) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _json_type(value: object) -> str:
+def json_type(value: object) -> str:
     """The type's name in JSON Schema; "number" also for whole numbers."""
     match value:
         case None:
@@ -86,7 +86,7 @@ def _json_type(value: object) -> str:
 
 
 def _types_of(schema: object, root: Mapping[str, Any], depth: int = _MAX_DEPTH) -> frozenset[str] | None:
-    """The JSON types that a schema allows, named as _json_type does; None where its outermost keywords do not say.
+    """The JSON types that a schema allows, named as json_type does; None where its outermost keywords do not say.
 
     `root` holds what references lead to.
     """
@@ -97,7 +97,7 @@ def _types_of(schema: object, root: Mapping[str, Any], depth: int = _MAX_DEPTH) 
         names = [given] if isinstance(given, str) else given
         return frozenset("number" if name == "integer" else str(name) for name in names if isinstance(name, str))
     if "const" in schema or isinstance(schema.get("enum"), list):
-        return frozenset(map(_json_type, schema.get("enum", [schema.get("const")])))
+        return frozenset(map(json_type, schema.get("enum", [schema.get("const")])))
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
         return _types_of(_at(root, reference), root, depth - 1)

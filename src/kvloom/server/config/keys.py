@@ -22,6 +22,7 @@ from kvloom.server.config.published import (
     SERVER_KEYS,
     TOP_KEYS,
 )
+from kvloom.server.serving.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 _NUMBER = (int, float)
 _MODEL_NAME = r"(?=.{1,256}$)[A-Za-z0-9_][A-Za-z0-9_.:-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.:-]*)*"
@@ -152,15 +153,12 @@ _MODEL: dict[str, Key] = {
         str, "what computes; cuda and npu take the torch backend", choices=("cpu", "cuda", "npu"), setting="device"
     ),
     "toolParser": Key(
-        str, "how the model writes tool calls; auto = as its chat template says",
-        choices=(
-            "auto", "hermes", "qwen3_coder", "llama3", "mistral", "mistral_list", "glm45", "kimi_k2", "deepseek_v3",
-            "deepseek_v31", "minimax_m2", "seed_oss", "pythonic", "functionary",
-        ), setting="tool_parser",
+        str, "how the model writes tool calls; auto = as its chat template says", choices=("auto", *TOOL_PARSERS),
+        setting="tool_parser",
     ),
     "reasoningParser": Key(
-        str, "whether answers begin with <think>; auto = as the chat template says", choices=("auto", "think", "none"),
-        setting="reasoning_parser",
+        str, "how the model marks its reasoning; auto = as its chat template says",
+        choices=("auto", *REASONING_PARSERS), setting="reasoning_parser",
     ),
     "generationConfig": Key(
         str, "auto: requests that leave sampling open get what the model's files advise; none: they do not",
