@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvloom.contract.config import EngineConfig
-from kvloom.contract.messages import Batch
+from kvloom.contract.messages import Batch, Runner
 from kvloom.contract.request import SamplingParams
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.engine import Engine
@@ -136,7 +136,7 @@ def fake_server(
     card: Mapping[str, object] | None = None,
     store: ResponseStore | None = None,
     wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
-    make_runner: Callable[[EngineConfig], FakeRunner] | None = None,
+    make_runner: Callable[[EngineConfig], Runner] | None = None,
     **config: object,
 ) -> Iterator[FakeServer]:
     """All `names` are served by one engine; without `has_eos` answers end at their length only.

@@ -27,6 +27,7 @@ _ASKED: Mapping[str, Callable[[SamplingParams], object]] = {
     "seed": lambda p: p.seed is not None,
     "logprobs": lambda p: p.logprobs is not None,
     "prompt_logprobs": lambda p: p.prompt_logprobs is not None,
+    "scored_from": lambda p: p.scored_from,
     "logprob_ids": lambda p: p.logprob_ids,
     "watermark": lambda p: p.watermark,
     "grammar": lambda p: p.grammar,

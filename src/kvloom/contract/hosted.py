@@ -68,7 +68,7 @@ class Brought(msgspec.Struct, array_like=True):
     id: int
     token_ids: list[int] = []
     logprobs: list[Logprob] = []  # one a token, or empty
-    prompt_logprobs: list[Logprob] = []  # of the prompt's tokens from the second on; sent once
+    prompt_logprobs: list[Logprob] = []  # of the prompt's tokens from the second, or scored_from, on; sent once
     num_cached: int = 0  # prompt tokens found in the prefix cache
     finish: str = ""  # "stop", "length": the host has ended it
     embedding: bytes = b""  # float32, not normalised

@@ -28,7 +28,8 @@ class SamplingParams:
     temperature 0 is greedy, and so is one below GREEDY_BELOW. top_k 0, top_p 1, min_p 0, typical_p 1, penalties 0
     (repetition 1) are off.
     logprobs: None = none, 0 = of the chosen token only, n = and of the n most likely ones (at most 20);
-    prompt_logprobs likewise for every prompt token. Log-probabilities are of the raw distribution.
+    prompt_logprobs likewise for every prompt token from position scored_from on; those before it may come from the
+    cache. Log-probabilities are of the raw distribution.
     seed None = drawn by the engine. max_tokens None = until the context is full.
     Raises BadRequest when a value is outside its range.
     """
@@ -51,7 +52,9 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    # tokens whose log-probability is reported in addition to the most likely ones, with logprobs
+    scored_from: int = 0
+    # tokens whose log-probability is reported in addition to the most likely ones, with logprobs; with max_tokens 0
+    # that of following the prompt
     logprob_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     watermark: bool = False
@@ -119,6 +122,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("seed", -(2**63), 2**64 - 1),
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
+    ("scored_from", 0, 2**31 - 1),
 )
 
 
@@ -170,7 +174,8 @@ class Request:
     @property
     def may_reuse(self) -> bool:
         """Whether cached blocks may replace prompt tokens: not where something of each token is wanted."""
-        return self.params.prompt_logprobs is None and self.pooling in ("", "last")
+        is_scored = self.params.prompt_logprobs is not None and self.params.scored_from < 2
+        return not is_scored and self.pooling in ("", "last")
 
     @property
     def computes_nothing(self) -> bool:
@@ -229,13 +234,15 @@ class Delta(msgspec.Struct, array_like=True, frozen=True):
     """What one step added to a request. Exactly one delta of a request has a finish_reason, the last one.
 
     `text` may be empty while `token_ids` is not (half a character, a possible stop string); the joined texts are the
-    answer. The first delta carries the prompt's log-probabilities (None for the first prompt token) if asked for.
+    answer. The first delta carries the prompt's log-probabilities from scored_from on (None for the first prompt token)
+    if asked for.
     """
 
     request_id: str
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of token_ids, if asked for
+    # one for each of token_ids, if asked for; with max_tokens 0 and logprob_ids one of what would follow the prompt
+    logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that matched

@@ -120,7 +120,7 @@ class Engine:
         request, seq = live.request, live.seq
         seq.priority = request.priority
         seq.turn = self._turns.turn(live.arrival_s, seq.max_len, request.tenant, request.priority, request.slo_s)
-        seq.is_whole, seq.is_scored = self._executor.info.sees_ahead, request.params.prompt_logprobs is not None
+        seq.is_whole = self._executor.info.sees_ahead
         seq.may_reuse = request.may_reuse and not seq.is_whole
         seq.giving = giving_of(request, self._limits.block_size)
         seq.extend_hashes(self._limits.block_size)

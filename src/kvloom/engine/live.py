@@ -35,6 +35,7 @@ class Live:
     finish: FinishReason | None = None  # why the last token ends the answer; stop strings are found only later
     prompt_logprobs: list[TokenLogprob | None] | None = field(default_factory=list)  # so far; None = delivered
     embedding: bytes | None = None
+    following: Logprob | None = None  # of what would follow the prompt, where nothing is generated
 
     def go_on(self) -> None:
         """Continue after the answer that the request carries: its text was delivered, except what a stop string holds
@@ -73,8 +74,9 @@ class Live:
         """Take the log-probabilities of one more chunk of the prompt."""
         if self.prompt_logprobs is None:  # already delivered: a preempted sequence computes its prompt again
             return
-        known = self.prompt_logprobs or [None]
-        del known[chunk.start + 1 :]  # a prompt that was preempted half-way starts again
+        first = self.request.params.scored_from
+        known = self.prompt_logprobs or ([] if first else [None])
+        del known[chunk.start + 1 - first :]  # a prompt that was preempted half-way starts again
         self.prompt_logprobs = known + [_logprob(value) for value in chunk.values]
 
     def take(self, samples: Sequence[Sample], ends: Ends) -> list["Fresh"]:
@@ -82,6 +84,7 @@ class Live:
         seq, params = self.seq, self.request.params
         if params.max_tokens == 0:  # only the prompt's log-probabilities or states were asked for
             self.finish = FinishReason.LENGTH
+            self.following = samples[-1].logprob if samples and params.logprob_ids else None
             return [Fresh(self, None, self.finish)]
         taken: list[Fresh] = []
         for sample in samples:
@@ -124,7 +127,7 @@ class Live:
         stop_reason: str | int | None = None,
     ) -> Delta:
         """The request's delta of this step. The first one carries the prompt's log-probabilities."""
-        logprob = token.logprob if token else None
+        logprob = token.logprob if token else self.following
         prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return Delta(
             self.request.id,
@@ -160,6 +163,7 @@ class Arrivals:
         params, config = request.params, self._config
         seq = Seq(self._next_id, [*request.prompt_ids, *request.answer], len(request.prompt_ids), *scope)
         seq.max_len = request.max_len(max_seq_len)
+        seq.scored_from = None if params.prompt_logprobs is None else params.scored_from
         seed = params.seed
         if seed is None:
             seed = secrets.randbits(63) if config.seed is None else (config.seed + seq.id) & (2**63 - 1)

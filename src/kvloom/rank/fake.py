@@ -202,10 +202,9 @@ class FakeRunner:
             self._pool(work, state, output)
             return
         if state.params.prompt_logprobs is not None and work.start < state.num_prompt:
-            following = state.token_ids[work.start + 1 : min(end, state.num_prompt - 1) + 1]
-            output.prompt_logprobs.append(
-                PromptLogprobs(work.id, work.start, [_fake_logprob(i, state) for i in following])
-            )
+            first = max(work.start, state.params.scored_from - 1)
+            following = state.token_ids[first + 1 : min(end, state.num_prompt - 1) + 1]
+            output.prompt_logprobs.append(PromptLogprobs(work.id, first, [_fake_logprob(i, state) for i in following]))
         if end - len(work.draft) == len(state.token_ids):
             self._sample(work, state, output)
 

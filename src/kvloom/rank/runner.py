@@ -350,9 +350,11 @@ class ModelRunner:
                 end_row = first_row + work.num_tokens
                 wanted.rows.extend(range(end_row - len(work.draft) - 1, end_row))
             if history.params.prompt_logprobs is not None and work.start < history.num_prompt:
-                following = history.token_ids[work.start + 1 : min(end, history.num_prompt - 1) + 1]
-                wanted.chunks.append((work.id, work.start, following))
-                prompt_rows += range(first_row, first_row + len(following))
+                first = max(work.start, history.params.scored_from - 1)
+                following = history.token_ids[first + 1 : min(end, history.num_prompt - 1) + 1]
+                wanted.chunks.append((work.id, first, following))
+                row = first_row + first - work.start
+                prompt_rows += range(row, row + len(following))
             first_row += work.num_tokens
         wanted.rows.extend(prompt_rows)
         return wanted

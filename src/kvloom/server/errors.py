@@ -53,6 +53,7 @@ _ANTHROPIC_TYPE = {
 }
 # their first part: OpenAI's with and without /v1, and those of vLLM's server
 _OPENAI_PATHS = {"v1", "chat", "completions", "embeddings", "images", "models", "responses"}
+_OPENAI_PATHS |= {"decisions", "systemone"}
 _VLLM_PATHS = {"tokenize", "detokenize", "tokenizer_info", "version", "load", "server_info", "reset_prefix_cache"}
 _VLLM_PATHS |= {"sleep", "wake_up", "is_sleeping", "rerank", "score", "load_model"}
 _OPENAI_CODE = {"not_found": "model_not_found", "overloaded": "rate_limit_exceeded"}

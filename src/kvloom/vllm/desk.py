@@ -216,7 +216,8 @@ class Desk:
         if is_first:
             brought.num_cached = out.num_cached_tokens or 0
             if params.prompt_logprobs is not None and out.prompt_logprobs:
-                scored = zip(order.prompt_ids[1:], out.prompt_logprobs[1:], strict=True)
+                first = max(1, params.scored_from)
+                scored = zip(order.prompt_ids[first:], out.prompt_logprobs[first:], strict=True)
                 brought.prompt_logprobs = [logprob_of(id, found, params.prompt_logprobs) for id, found in scored]
         return brought
 

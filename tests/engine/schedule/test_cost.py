@@ -52,7 +52,11 @@ def test_a_load_counts_tokens_wanted_logits_and_pairs():
     assert load_of(Plan((half,))) == Load(4, 0, 1 + 2 + 3 + 4)
     assert load_of(Plan((rest,))) == Load(4, 1, 5 + 6 + 7 + 8)
     assert load_of(Plan((half, rest))) == Load(8, 1, 36)
-    assert load_of(Plan((SeqStep(prompt(8, is_scored=True), 0, 4, 1),))) == Load(4, 4, 10)
+    assert load_of(Plan((SeqStep(prompt(8, scored_from=0), 0, 4, 1),))) == Load(4, 4, 10)
+    of_its_end = prompt(8, scored_from=6)
+    assert load_of(Plan((SeqStep(of_its_end, 0, 4, 1),))) == Load(4, 0, 10)
+    assert load_of(Plan((SeqStep(of_its_end, 2, 5, 1),))) == Load(5, 2, 3 + 4 + 5 + 6 + 7)
+    assert load_of(Plan((SeqStep(of_its_end, 4, 4, 1),))) == Load(4, 3, 5 + 6 + 7 + 8)
 
 
 def test_the_load_of_decodes_is_that_of_the_step_that_computes_them():
@@ -156,7 +160,7 @@ FITTING = st.tuples(st.integers(2, 5000), st.floats(0, 1), st.floats(0, 1e-3), s
 @example((400, 0.0, 0.0, False, 100.0))
 def test_so_many_tokens_fit_and_not_one_more(drawn):
     length, computed, kilopair_s, is_scored, room_s = drawn
-    seq = prompt(length, num_computed=int(computed * (length - 2)), is_scored=is_scored)
+    seq = prompt(length, num_computed=int(computed * (length - 2)), scored_from=0 if is_scored else None)
     cost = taught([(load, seconds_of(load, (*PARTS[:3], kilopair_s))) for load in loads(random.Random(8), 60)])
     count = cost.num_fitting(seq, room_s)
     assert 0 <= count <= seq.num_pending

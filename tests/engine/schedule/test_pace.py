@@ -125,9 +125,9 @@ def test_those_in_prefill_come_before_those_that_wait():
 def test_logits_of_every_token_of_a_prompt_are_counted():
     pace, draw = Pace(0.2), random.Random(1)
     for _ in range(100):
-        seq, count = prompt(is_scored=draw.random() < 0.5), draw.randrange(1, 300)
+        seq, count = prompt(scored_from=draw.choice([None, 0])), draw.randrange(1, 300)
         pace.learn(Plan((SeqStep(seq, 0, count, 1),)), 0.001 * count * (1 + 3 * seq.is_scored))
-    assert budget(pace, decoding(), prompt(is_scored=True)) == 48
+    assert budget(pace, decoding(), prompt(scored_from=0)) == 48
     assert budget(pace, decoding(), prompt()) >= 176
 
 

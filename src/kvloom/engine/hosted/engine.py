@@ -256,7 +256,8 @@ class HostedEngine:
             live.seq.num_cached = item.num_cached
             self._counts.add("total_cached_tokens", item.num_cached)
         if item.prompt_logprobs:
-            live.take_prompt_logprobs(PromptLogprobs(live.seq.id, 0, item.prompt_logprobs))
+            first = max(1, live.request.params.scored_from)
+            live.take_prompt_logprobs(PromptLogprobs(live.seq.id, first - 1, item.prompt_logprobs))
         if item.prompt_ids:
             seen = replace(live.delta(FinishReason.LENGTH), prompt_ids=tuple(item.prompt_ids))
             self._end(hosted, seen, is_known=False)

@@ -42,8 +42,8 @@ def load_of(plan: Plan) -> Load:
         count = step.num_tokens
         tokens += count
         pairs += pairs_of(step.start, count)
-        if step.seq.is_scored and step.start < step.seq.num_prompt:
-            samples += count
+        if (scored := step.seq.num_scored(step.start, count)) > 0:
+            samples += scored
         elif step.start + count >= len(step.seq.token_ids):
             samples += 1 + len(step.draft)
     return Load(tokens, samples, pairs)

@@ -30,7 +30,7 @@ class Seq:
     switch: Switch | None = None  # a step computes tokens on one side of it
     may_reuse: bool = True  # False: every prompt token must be computed, because something of each is wanted
     is_whole: bool = False  # its tokens attend to later ones: computed in one step, and its blocks are never shared
-    is_scored: bool = False  # log-probabilities of all prompt tokens are wanted
+    scored_from: int | None = None  # log-probabilities of the prompt's tokens from this position on are wanted
     status: Status = Status.WAITING
     num_computed: int = 0  # tokens whose keys and values are in block_table
     num_computing: int = 0  # tokens after those, computed by steps under way; block_table has room for them
@@ -68,8 +68,24 @@ class Seq:
         return min(count, at - start) if start < at else count
 
     def reusable(self, block_size: int) -> list[bytes]:
-        """Hashes of the blocks that it may find computed: its last token is computed in any case."""
-        return self.hashes[: (len(self.token_ids) - 1) // block_size] if self.may_reuse else []
+        """Hashes of the blocks that it may find computed: its last token is computed in any case, and so is the one
+        before the first scored one.
+        """
+        if not self.may_reuse:
+            return []
+        most = len(self.token_ids) if self.scored_from is None else min(len(self.token_ids), self.scored_from)
+        return self.hashes[: max(0, most - 1) // block_size]
+
+    def num_scored(self, start: int, count: int) -> int:
+        """Of `count` tokens from `start` on, those behind which the log-probability of the next one is wanted."""
+        if self.scored_from is None:
+            return 0
+        return max(0, min(start + count, self.num_prompt) - max(start, self.scored_from - 1))
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities are wanted of the prompt's tokens that come next."""
+        return self.scored_from is not None and self.next_start >= self.scored_from - 1
 
     @property
     def num_pending(self) -> int:

@@ -15,6 +15,7 @@ from kvloom.server.chat.form import NO_CALLS, ChatForm, Thinking
 from kvloom.server.chat.history import shapes_of
 from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.parts import reads_parts_alone
+from kvloom.server.chat.place import Lead, lead_of
 from kvloom.server.chat.reasoning import ReasoningSplitter
 from kvloom.server.chat.showing import as_shown
 from kvloom.server.chat.style import form_of, led, takes_parts
@@ -46,6 +47,7 @@ class ChatRequest:
     field: str = "messages"  # the field named by errors
     add_special_tokens: bool = False  # special tokens around any text, in addition to the template's
     is_counted: bool = False  # tokens are only counted: request_limit bounds the prompt, not the context
+    is_direct: bool = False  # the answer's text begins at once: there is no reasoning; see place.py
 
     @property
     def role(self) -> str:
@@ -104,6 +106,8 @@ def prepare(service: GenerationService, request: ChatRequest, params: SamplingPa
     text = marks.spelt_out(_render(service, style, marks, request, tools))
     if request.is_continued:
         text = _continued(text)
+    if request.is_direct:
+        text += lead_of(tokenizer, style.thinking).marks
     is_limited = has_grammar(tools, request.choice, params.grammar) or request.max_reasoning_tokens is not None
     text, is_thinking = _opened(style, request, text, is_limited)
     calls = led(style, text, is_thinking)
@@ -137,6 +141,25 @@ def _opened(style: ChatForm, request: ChatRequest, text: str, is_limited: bool) 
     if may_think and is_limited and request.template_values.get("enable_thinking") is not False:
         return f"{text}{thinking.begin}{thinking.gap}", True
     return text, False
+
+
+def rendered(service: GenerationService, request: ChatRequest) -> tuple[Marked, tuple[ImageSource, ...]]:
+    """The prompt of a chat without tools as a text, and its images. Raises BadRequest that names the field."""
+    service.check_writes(request.field)
+    sources = _sources(service, request)
+    card, tokenizer = service.card, service.tokenizer
+    style = form_of(tokenizer, False, card.tool_parser, card.reasoning_parser)
+    marks = _marks(service, request.messages, request.template_values)
+    text = marks.spelt_out(_render(service, style, marks, request, ()))
+    if request.is_direct:
+        text += lead_of(tokenizer, style.thinking).marks
+    return Marked(text, marks.originals), sources
+
+
+def lead(service: GenerationService) -> Lead:
+    """What comes between a prompt and an answer that begins at once."""
+    card, tokenizer = service.card, service.tokenizer
+    return lead_of(tokenizer, form_of(tokenizer, False, card.tool_parser, card.reasoning_parser).thinking)
 
 
 def with_beginning(service: GenerationService, chat: PreparedChat, text: str, is_counted: bool = False) -> PreparedChat:

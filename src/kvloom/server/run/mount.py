@@ -6,6 +6,7 @@ from importlib.metadata import version
 from kvloom.server.config.settings import ServerConfig
 from kvloom.server.config.view import config_view
 from kvloom.server.dialects.anthropic.routes import Messages
+from kvloom.server.dialects.decisions.routes import Decisions
 from kvloom.server.dialects.ollama.routes import Ollama
 from kvloom.server.dialects.openai.embeddings import Embeddings
 from kvloom.server.dialects.openai.images import Images
@@ -55,7 +56,8 @@ def make_dialects(
     view = config_view(config)
     completions = OpenAI(models)
     openai: list[Dialect] = [
-        completions, Responses(models, store), Conversations(store), Embeddings(models), Images(models)
+        completions, Responses(models, store), Conversations(store), Embeddings(models), Images(models),
+        Decisions(models),
     ]  # fmt: skip
     dialects: list[Dialect] = [
         *openai,

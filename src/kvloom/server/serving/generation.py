@@ -5,6 +5,7 @@ A dialect parses its body into a Generation; the service (service.py) runs it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvloom.contract.images import Sight
 from kvloom.contract.request import Delta, FinishReason, KvGiven, KvLocation, SamplingParams, TokenLogprob
@@ -14,10 +15,17 @@ MAX_CHOICES = 1024  # most answers of one HTTP request
 MAX_EMBEDDINGS = 2048  # OpenAI's limit
 
 
+class Tail(NamedTuple):
+    """What follows the only prompt of a Generation in one of its choices; its last `num_scored` tokens are scored."""
+
+    ids: tuple[int, ...]
+    num_scored: int
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """Choices 0 .. len(prompts) * n - 1, prompt by prompt. best_of answers are generated for a prompt, and the n best
-    returned.
+    returned. With `tails` there is one prompt and each choice is one of its tails, of which nothing is generated.
 
     With a `pooling` each choice is its prompt's embedding, as in engine.request.Request. `id` is the caller's; several
     generations may run under one id, and are stopped together.
@@ -37,6 +45,7 @@ class Generation:
     kv_location: KvLocation | None = None
     sight: Sight | None = None
     seconds: tuple[int, ...] = ()  # engine.request.Request's `second` of each prompt; () = 0
+    tails: tuple[Tail, ...] = ()
 
     @property
     def is_look(self) -> bool:
@@ -47,14 +56,22 @@ class Generation:
 
     @property
     def num_choices(self) -> int:
-        """Answers that are generated."""
-        return len(self.prompts) * self.best_of
+        """Answers that are generated, or tails that are scored."""
+        return len(self.tails) or len(self.prompts) * self.best_of
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
+        """Of the prompts, and of their tails."""
+        return sum(map(len, self.prompts)) + sum(len(tail.ids) for tail in self.tails)
+
+    @property
+    def num_request_tokens(self) -> int:
+        """Of the prompts of all its requests to the engine, which share the prompts of this one."""
+        return self.num_prompt_tokens + sum(map(len, self.prompts)) * (max(len(self.tails), 1) * self.best_of - 1)
 
     def prompt_of(self, choice: int) -> tuple[int, ...]:
+        if self.tails:
+            return self.prompts[0] + self.tails[choice].ids
         return self.prompts[choice // self.best_of]
 
 

@@ -86,15 +86,16 @@ class GenerationService:
 
     def check(self, generation: Generation, field: str) -> None:
         """Raises BadRequest that names `field` when a prompt is empty or too long, before anything runs."""
-        most = MAX_EMBEDDINGS if generation.pooling else MAX_CHOICES
+        most = MAX_EMBEDDINGS if generation.pooling or generation.tails else MAX_CHOICES
         if generation.num_choices > most:
             raise BadRequest(field, f"asks for more than {most} answers in one request")
         limit = self.input_limit(generation.params)
         for prompt in generation.prompts:
             if not prompt:
                 raise BadRequest(field, "must not be empty")
-            if len(prompt) > limit:
-                raise PromptTooLong(field, len(prompt), limit, self.engine.max_seq_len)
+            length = len(prompt) + max((len(tail.ids) for tail in generation.tails), default=0)
+            if length > limit:
+                raise PromptTooLong(field, length, limit, self.engine.max_seq_len)
 
     def check_writes(self, field: str) -> None:
         """Raises BadRequest that names `field` when the model generates no text."""
@@ -184,7 +185,7 @@ class GenerationService:
         """All choices have ended: record the generation."""
         num_prompt = generation.num_prompt_tokens
         asked = Asked(num_prompt, tally.num_choices, generation.n, generation.params.max_tokens)
-        num_computed = num_prompt * generation.best_of - tally.total_cached
+        num_computed = generation.num_request_tokens - tally.total_cached
         self.meter.finished(tally.timing, asked, tally.reasons, num_computed)
 
     def _trace(self, tally: "_Tally", generation: Generation) -> None:
@@ -244,8 +245,11 @@ def _requests(generation: Generation, serial: int, adapter: int) -> list[Request
     given = generation.params
     if generation.best_of > generation.n and given.logprobs is None:
         given = replace(given, logprobs=0)
-    seconds = generation.seconds or (0,) * len(generation.prompts)
-    for prompt, second in zip(generation.prompts, seconds, strict=True):
+    prompts = [generation.prompt_of(i) for i in range(0, generation.num_choices, generation.best_of)]
+    seconds = generation.seconds or (0,) * len(prompts)
+    for index, (prompt, second) in enumerate(zip(prompts, seconds, strict=True)):
+        if generation.tails:
+            given = replace(given, scored_from=len(prompt) - generation.tails[index].num_scored)
         for i in range(generation.best_of):
             params = given
             if params.seed is not None and i:

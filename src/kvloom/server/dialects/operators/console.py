@@ -203,7 +203,7 @@ def _row(service: GenerationService, item: Running) -> dict[str, Any]:
         "id": item.generation.id,
         "model": service.name,
         "state": "stopping" if item.ticket.is_stopped else state,
-        "prompt_tokens": sum(map(len, item.generation.prompts)),
+        "prompt_tokens": item.generation.num_prompt_tokens,
         "generated": timing.num_tokens,
         "age_s": timing.age_s,
         "client": item.generation.tenant[:8],

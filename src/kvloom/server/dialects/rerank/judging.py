@@ -12,7 +12,8 @@ from typing import NamedTuple
 from kvloom.contract.errors import BadRequest, ServingError
 from kvloom.contract.pooling import scores
 from kvloom.contract.request import SamplingParams
-from kvloom.server.chat.request import ChatRequest, prepare
+from kvloom.server.chat.place import DIRECT
+from kvloom.server.chat.request import ChatRequest, lead, prepare
 from kvloom.server.serving.generation import Answer, Generation
 from kvloom.server.serving.prompts import check_count, check_fits, check_length, request_limit
 from kvloom.server.serving.service import GenerationService
@@ -55,7 +56,7 @@ def judgement(
     for query, document in pairs:
         text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}]
-        chat = ChatRequest(messages, template_values={"enable_thinking": False}, field=order.field)
+        chat = ChatRequest(messages, template_values=DIRECT, is_direct=True, field=order.field)
         prompts.append(_asked(service, chat, params))
         left -= len(prompts[-1])
         if left < 0:
@@ -122,8 +123,9 @@ def score(answer: Answer, activation: str = "") -> float:
 
 
 def _yes_and_no(service: GenerationService) -> tuple[int, int]:
-    """The first tokens of both answers. Raises BadRequest when they are the same."""
-    yes, no = (service.tokenizer.encode(text, add_special_tokens=False)[:1] for text in ("yes", "no"))
+    """The first tokens of both answers, as the model begins them. Raises BadRequest when they are the same."""
+    space = lead(service).space
+    yes, no = (service.tokenizer.encode_inside(space + text)[:1] for text in ("yes", "no"))
     if not yes or not no or yes == no:
         raise BadRequest("model", "has no token that tells yes from no")
     return yes[0], no[0]

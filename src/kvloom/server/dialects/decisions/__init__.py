@@ -1,0 +1,1 @@
+"""Decisions: predicates, choices and scores over one input, answered from the odds of the possible answers."""
