@@ -52,6 +52,11 @@ compat: setup
 	$(BIN)/python -c 'import site; print(*site.getsitepackages())' > `echo .venv-compat/lib/python*/site-packages`/project.pth
 	PYTHONPATH=src:. .venv-compat/bin/python -m pytest -W ignore::ResourceWarning \
 	  -W ignore::pytest.PytestUnraisableExceptionWarning tests/compat/test_frameworks.py
+	$(PY) -m venv .venv-decisions
+	.venv-decisions/bin/pip install -q --disable-pip-version-check -r tests/compat/requirements-decisions.txt
+	$(BIN)/python -c 'import site; print(*site.getsitepackages())' > `echo .venv-decisions/lib/python*/site-packages`/project.pth
+	PYTHONPATH=src:. .venv-decisions/bin/python -m pytest -W ignore::ResourceWarning \
+	  -W ignore::pytest.PytestUnraisableExceptionWarning tests/compat/test_decisions.py
 
 # vLLM's CPU build (its CUDA build needs a GPU) beside what kvloom needs, in an environment of its own; over it run the
 # tests of dialects, of their clients and of the wire's shapes that otherwise run over the mock, and its own

@@ -56,7 +56,7 @@ class FakeExecutor(InProcessExecutor):
     kills it.
     """
 
-    def __init__(self, make: Callable[[], FakeRunner]) -> None:
+    def __init__(self, make: Callable[[], Runner]) -> None:
         super().__init__(make())
         self._make = make
         self.failing: list[Exception] = []
@@ -190,7 +190,7 @@ def greedy_answer(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def _engine(
-    config: EngineConfig, shape: EngineConfig, tokenizer: Tokenizer, make: Callable[[EngineConfig], FakeRunner] | None
+    config: EngineConfig, shape: EngineConfig, tokenizer: Tokenizer, make: Callable[[EngineConfig], Runner] | None
 ) -> EngineThread:
     """`shape`: of the fake model; vLLM only uses its length."""
     if OVER_VLLM:

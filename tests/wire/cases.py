@@ -23,6 +23,25 @@ _MESSAGE = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "ma
 _OLLAMA: dict[str, Any] = {"model": f"{MODEL}:latest", "options": {"num_predict": 3, "seed": 7, "stop": ["zz"]}}
 _OLLAMA_CHAT = {**_OLLAMA, "messages": [{"role": "user", "content": "hi"}]}
 _RERANK = {"model": MODEL, "query": "what is a cat?", "documents": ["a car", {"text": "an animal"}, "a dog"]}
+_DECISIONS = {
+    "model": MODEL,
+    "input": "I was charged twice.",
+    "questions": [
+        {"type": "predicate", "name": "angry", "instructions": "Is the customer angry?"},
+        {"type": "choice", "instructions": "Which?", "choices": [{"value": "a", "description": "x"}, {"value": True}]},
+        {"type": "score", "instructions": "How urgent?", "levels": [{"label": "low"}, {"label": "high"}]},
+    ],
+}
+_SYSTEMONE = {
+    "model": MODEL,
+    "state": {"text": "I was charged twice."},
+    "temperature": 2,
+    "questions": {
+        "angry": {"type": "noul", "instructions": "Is the customer angry?", "criteria": {"true": "He shouts."}},
+        "team": {"type": "choice", "instructions": "Which?", "criteria": {"a": "x", "b": None}},
+        "urgency": {"type": "score", "instructions": "How urgent?", "criteria": ["low", "high"]},
+    },
+}
 _EMBEDDING = {"model": MODEL, "input": [[104, 105], [106]]}
 _USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 _TRITON = {"id": "a123", "text_input": PROMPT, "parameters": {"max_new_tokens": 4, "seed": 7, "details": True}}
@@ -145,6 +164,10 @@ CASES = [
     _post("rerank-short", "/rerank", {**_RERANK, "return_documents": False, "instruction": "Find the answer."}),
     _post("rerank-error", "/v1/rerank", {**_RERANK, "max_tokens_per_doc": 9}),
     _post("rerank-error-empty", "/v1/rerank", {**_RERANK, "documents": []}),
+    _post("decisions", "/v1/decisions", _DECISIONS),
+    _post("decisions-error", "/v1/decisions", {**_DECISIONS, "questions": [{"type": "box", "instructions": "?"}]}),
+    _post("systemone", "/v1/systemone", _SYSTEMONE),
+    _post("systemone-error", "/v1/systemone", {**_SYSTEMONE, "stream": True}),
     _post("classify-error", "/classify", {"model": MODEL, "input": "what is a cat?"}),
     _post("classify-error-v1", "/v1/classify", {"model": MODEL, "input": "what is a cat?"}),
     _post("score", "/v1/score", {"model": MODEL, "text_1": "what is a cat?", "text_2": ["an animal", "a car"]}),

@@ -49,7 +49,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
     path = str(save(model, tmp_path_factory.mktemp("tiny")))
     torch.set_num_threads(1)
     config = EngineConfig(model=path, backend="reference", num_blocks=400, max_seq_len=1024)
-    with fake_server(runner=lambda: open_runner(config, [EOS_ID], lambda done, total: None)) as server:
+    with fake_server(make_runner=lambda shape: open_runner(config, [EOS_ID], lambda done, total: None)) as server:
         yield Tiny(server, model)
 
 
