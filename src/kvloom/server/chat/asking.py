@@ -1,7 +1,7 @@
 """Many questions about one input: the prompt up to the questions, which all of them share, and what stands behind each.
 
 The answer to a question is one of its labels. How likely each label is, as what the model writes at the place of the
-answer, follows from the log-probabilities of its tokens and of the end behind them (decisions/103).
+answer, follows from the log-probabilities of its tokens and of the end behind them.
 """
 
 from collections.abc import Sequence

@@ -132,7 +132,7 @@ def test_one_input_is_computed_once_for_all_questions(monkeypatch: pytest.Monkey
     assert len(requests) == 4 * 5
     assert 800 < num_computed < 800 + 8 * 200 + 20 * 20  # the input, each question, and the end of a block a label
     assert after.total_output_tokens == before.total_output_tokens
-    assert after.total_steps - before.total_steps <= 6
+    assert after.total_steps - before.total_steps < len(requests)
 
 
 @pytest.mark.parametrize(

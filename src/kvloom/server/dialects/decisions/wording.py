@@ -8,7 +8,10 @@ import msgspec
 from kvloom.server.chat.asking import Question
 from kvloom.server.chat.content import Content, joined
 
-_BEFORE = "Read the input, then answer the question behind it.\n\n<input>\n"
+_BEFORE = (
+    "Read the input, then answer the question behind it with one of its answers, written as it stands there, and "
+    "nothing else.\n\n<input>\n"
+)
 _BEHIND = "\n</input>\n\n"
 YES, NO = "yes", "no"
 
@@ -27,29 +30,29 @@ def framed(content: Content) -> Content:
 
 def predicate(instructions: str, meanings: tuple[str, str], field: str) -> Question:
     """Whether it is so. `meanings`: of yes and no, "" = the usual ones."""
-    yes, no = meanings[0] or "it is so", meanings[1] or "it is not so"
-    return _question(instructions, [(YES, yes), (NO, no)], "Answers:", field)
+    return _question(instructions, [(YES, meanings[0]), (NO, meanings[1])], "Answers", field)
 
 
 def choice(instructions: str, choices: Sequence[Choice], field: str) -> Question:
-    return _question(instructions, choices, "Answers:", field)
+    return _question(instructions, choices, "Answers", field)
 
 
 def score(instructions: str, levels: Sequence[Choice], field: str) -> Question:
     """`levels`: the lowest first."""
-    return _question(instructions, levels, "Answers, the lowest first:", field)
+    return _question(instructions, levels, "Answers, the lowest first", field)
 
 
 def _question(instructions: str, choices: Sequence[Choice], head: str, field: str) -> Question:
+    """As short as can be: each question is computed, while the input is shared. Answers are on one line where they can
+    be told apart there.
+    """
     labels = _labels([value for value, _ in choices])
-    lines = [
-        f"- {label}: {meaning}" if meaning else f"- {label}"
-        for label, (_, meaning) in zip(labels, choices, strict=True)
-    ]
-    asked = [f"Question: {instructions}", ""] if instructions else []
-    text = "\n".join(
-        [*asked, head, *lines, "", "Write one of these answers, without its description, and nothing else."]
-    )
+    if any(meaning for _, meaning in choices) or any("," in label for label in labels):
+        both = zip(labels, choices, strict=True)
+        shown = "\n".join([f"{head}:", *(f"- {label}: {said}" if said else f"- {label}" for label, (_, said) in both)])
+    else:
+        shown = f"{head}: {', '.join(labels)}"
+    text = f"{instructions}\n{shown}" if instructions else shown
     return Question(text, labels, field)
 
 
