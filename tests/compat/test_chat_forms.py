@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from kvloom.contract.errors import BadRequest
 from kvloom.server.chat.channels import ChannelReader
 from kvloom.server.chat.derive import answer_in
 from kvloom.server.chat.events import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.server.chat.form import ChatForm
+from kvloom.server.chat.place import DIRECT, lead_of
 from kvloom.server.chat.reasoning import ReasoningSplitter
 from kvloom.server.chat.style import form_of
 from kvloom.server.chat.tool_calls import make_parser
@@ -166,3 +168,17 @@ def test_what_a_template_shows_is_read_back(path: Path, request: pytest.FixtureR
         assert read(form, before, text) == (content, why, wanted), text
         cases += 1
     assert bool(cases) == (path.stem not in SHOWS_NONE)
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_the_place_of_an_answer_is_behind_the_reasoning(path: Path):
+    tokenizer = RealTemplate(path)
+    thinking = form_of(tokenizer).thinking
+    try:
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": "USER"}], **DIRECT)
+    except BadRequest:
+        pytest.skip("the template wants tools")
+    if thinking is None or path.stem in NOT_READ:
+        return
+    answer = prompt.partition("USER")[2] + lead_of(tokenizer, thinking).marks
+    assert answer.rfind(thinking.begin) <= answer.rfind(thinking.end)
