@@ -13,6 +13,7 @@ from kvloom.machine.cli import models
 from kvloom.server.run.adopt import adopt
 from tests.support.homeless import lose_home
 from tests.support.models.checkpoints import save, tiny_model
+from tests.support.models.templates import HERMES
 
 
 @pytest.fixture
@@ -54,6 +55,26 @@ def test_the_table_says_how_to_fetch_what_is_not_here(folder, capsys):
     assert demo.split()[0] == "demo"
     assert demo.endswith("not fetched: kvloom pull demo")
     assert mine.split()[:4] == ["mine", "gemma3", "safetensors", "F32"]
+
+
+@pytest.mark.parametrize(
+    ("template", "writes"),
+    [
+        ("", ""),
+        (HERMES, "calls: hermes, from the template; reasoning: none"),
+        (
+            "{{ messages[0].content }}{# <think> </think> #}",
+            "calls: hermes, described in the system message; reasoning: <think>...</think>",
+        ),
+    ],
+)
+def test_the_list_says_how_a_model_writes_calls_and_reasoning(folder, capsys, template: str, writes: str):
+    if template:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    adopt(str(folder))
+    assert listed(capsys)[1]["writes"] == writes
+    models()
+    assert writes in capsys.readouterr().out
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):

@@ -12,6 +12,8 @@ from kvloom.checkpoints.files import find_weights, read_text
 from kvloom.checkpoints.metadata import read_header
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError
+from kvloom.rank.opening import model_tokenizer
+from kvloom.server.chat.style import form_of
 
 _LICENCE = re.compile(r"^license(?:_name)?:\s*(\S+)", re.MULTILINE)  # in a model card's header
 
@@ -29,6 +31,7 @@ class ModelRow:
     weight_bytes: int = 0  # memory of the weights in the CPU backend's default form
     token_bytes: int = 0  # KV cache bytes for each token of context
     makes: str = ""  # "text", "embeddings", "labels"
+    writes: str = ""  # how it writes tool calls and reasoning, and how that was found; "" without a chat template
     problem: str = ""  # why it cannot be served
 
 
@@ -66,8 +69,18 @@ def _row(name: str, path: Path, licence: str = "") -> ModelRow:
         weights,
         token,
         makes,
+        _writes(path) if makes == "text" else "",
         problem,
     )
+
+
+def _writes(path: Path) -> str:
+    """The form of the model's tool calls and reasoning, as its chat template shows it."""
+    try:
+        tokenizer = model_tokenizer(str(path))
+    except ModelError:
+        return ""
+    return str(form_of(tokenizer, True)) if tokenizer.chat_template(has_tools=True) else ""
 
 
 def _made(checkpoint: Checkpoint) -> str:
@@ -91,12 +104,25 @@ def _licence(path: Path) -> str:
 
 def lines(found: list[ModelRow]) -> list[str]:
     """A table for people."""
-    head = ("NAME", "FAMILY", "FORMAT", "FILE", "LICENCE", "WEIGHTS IN MEMORY", "1,000 TOKENS OF KV", "MAKES", "")
+    head = (
+        "NAME",
+        "FAMILY",
+        "FORMAT",
+        "FILE",
+        "LICENCE",
+        "WEIGHTS IN MEMORY",
+        "1,000 TOKENS OF KV",
+        "MAKES",
+        "WRITES",
+        "",
+    )
     table = [head]
     for row in found:
         note = "not fetched: kvloom pull " + row.name if not row.path else row.problem
         sizes = (_mib(row.file_bytes), _mib(row.weight_bytes), _mib(1000 * row.token_bytes))
-        table.append((row.name, row.family, row.format, sizes[0], row.licence, sizes[1], sizes[2], row.makes, note))
+        table.append(
+            (row.name, row.family, row.format, sizes[0], row.licence, sizes[1], sizes[2], row.makes, row.writes, note)
+        )
     widths = [max(len(line[column]) for line in table) for column in range(len(head))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
 

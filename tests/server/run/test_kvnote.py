@@ -5,7 +5,9 @@ import pytest
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import RankInfo
 from kvloom.contract.request import SamplingAdvice
-from kvloom.server.run.kvnote import advice_note, kv_note, weights_note
+from kvloom.server.run.kvnote import advice_note, form_note, kv_note, weights_note
+from kvloom.server.serving.card import ModelCard
+from tests.support.models.templates import HERMES, TemplateTokenizer
 
 
 @pytest.mark.parametrize(
@@ -45,3 +47,21 @@ def test_it_tells_how_it_is_sampled_where_requests_do_not_say():
     note = advice_note("m", SamplingAdvice(temperature=0.6, top_k=20))
     assert note == "m: where a request does not say, temperature 0.6, top_k 20, as its files advise.\n"
     assert advice_note("m", SamplingAdvice()) == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_parser", "note"),
+    [
+        ("", "auto", ""),
+        (HERMES, "auto", "m: calls: hermes, from the template; reasoning: none.\n"),
+        (
+            HERMES,
+            "gpt-oss",
+            "m: calls: harmony, from the configuration; reasoning: <|channel|>analysis<|message|>...<|end|>.\n",
+        ),
+        ("{# tools <think> </think> #}", "auto", "m: calls: hermes, from a guess; reasoning: <think>...</think>.\n"),
+    ],
+)
+def test_the_form_of_calls_is_told_and_how_it_was_found(template: str, tool_parser: str, note: str):
+    card = ModelCard("m", EngineConfig(backend="fake"), tool_parser=tool_parser)
+    assert form_note(card, TemplateTokenizer(template)) == note

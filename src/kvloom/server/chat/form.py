@@ -257,5 +257,7 @@ class ChatForm:
         return (begin,) if begin and (is_open or any(one in begin for one in self.specials)) else ()
 
     def __str__(self) -> str:
-        reasoning = f"{self.thinking.begin}...{self.thinking.end}" if self.thinking else "none"
-        return f"calls: {self.calls.name}, from {self.found}; reasoning: {reasoning}"
+        """For people: which form of calls was found, and how."""
+        found = f"from {self.found}" if self.takes_tools else "described in the system message"
+        reasoning = f"{self.thinking.begin.strip()}...{self.thinking.end}" if self.thinking else "none"
+        return f"calls: {self.calls.name}, {found}; reasoning: {reasoning}"

@@ -27,7 +27,7 @@ from kvloom.server.keeping.store import ResponseStore
 from kvloom.server.observe.tracers import open_tracer
 from kvloom.server.observe.tracing import CallerMiddleware, Tracer
 from kvloom.server.run.guards import guard, policy_of
-from kvloom.server.run.kvnote import advice_note, kv_note, weights_note
+from kvloom.server.run.kvnote import advice_note, form_note, kv_note, weights_note
 from kvloom.server.run.loading import Loaded, Opening
 from kvloom.server.run.mount import PARSER, make_dialects
 from kvloom.server.secure.api_keys import KeyRing
@@ -112,6 +112,7 @@ def _make_server(config: ServerConfig, parts: _Parts) -> DrainingServer:
         health.is_loading = False
         notes = [
             advice_note(service.name, service.card.advice)
+            + form_note(service.card, service.tokenizer)
             + weights_note(service.name, service.engine.info)
             + kv_note(service.name, service.engine.info, service.card.engine)
             for service in models

@@ -1,9 +1,12 @@
-"""Notes at startup: how a model is sampled, and the memory of its weights and its keys and values."""
+"""Notes at startup: how a model is sampled and how it writes, and the memory of its weights and its keys and values."""
 
 from kvloom.contract.capacity import AHEAD
 from kvloom.contract.config import BACKENDS, EngineConfig
 from kvloom.contract.messages import RankInfo
 from kvloom.contract.request import SamplingAdvice
+from kvloom.contract.tokenizer import Tokenizer
+from kvloom.server.chat.style import form_of
+from kvloom.server.serving.card import ModelCard
 
 
 def weights_note(name: str, info: RankInfo) -> str:
@@ -16,6 +19,13 @@ def advice_note(name: str, advice: SamplingAdvice) -> str:
     """A line with the default sampling parameters from the model's files; "" when these have none."""
     said = str(advice)
     return f"{name}: where a request does not say, {said}, as its files advise.\n" if said else ""
+
+
+def form_note(card: ModelCard, tokenizer: Tokenizer) -> str:
+    """A line with the form of a model's calls and reasoning, and how it was found; "" where there is no chat template."""
+    if not tokenizer.chat_template(has_tools=True):
+        return ""
+    return f"{card.name}: {form_of(tokenizer, True, card.tool_parser, card.reasoning_parser)}.\n"
 
 
 def kv_note(name: str, info: RankInfo, config: EngineConfig) -> str:
