@@ -22,7 +22,7 @@ def advice_note(name: str, advice: SamplingAdvice) -> str:
 
 
 def form_note(card: ModelCard, tokenizer: Tokenizer) -> str:
-    """A line with the form of a model's calls and reasoning, and how it was found; "" where there is no chat template."""
+    """A line with the form of calls and reasoning, and how it was found; "" where there is no chat template."""
     if not tokenizer.chat_template(has_tools=True):
         return ""
     return f"{card.name}: {form_of(tokenizer, True, card.tool_parser, card.reasoning_parser)}.\n"
