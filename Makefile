@@ -9,7 +9,7 @@ UV ?= $(shell command -v uv)
 PREPARE = PYTHONPATH=src $(PY) -m kvloom.prepare
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: install setup browser serve demo test compat compat-vllm compat-chats check coverage golden mutants bench findings audit wheel clean
+.PHONY: install setup browser serve demo test compat compat-vllm compat-chats agents check coverage golden mutants bench findings audit wheel clean
 
 # `install` installs what serving needs; `setup` adds what development needs.
 install: .venv/.serving
@@ -77,6 +77,10 @@ compat-chats: setup
 	KVLOOM_LLAMA_CPP=$$(dirname $$(dirname $$(find $$PWD/$(LLAMA_CPP)/source -type d -path '*/models/templates' | head -1))) \
 	  $(BIN)/python -m pytest -q tests/compat/test_chat_forms.py tests/compat/test_chat_turns.py \
 	  tests/compat/test_vocabularies.py
+
+# Agents of npm and PyPI, below .agents; each runs in a network namespace of its own. ONLY: the name of one.
+agents: setup
+	$(BIN)/python -m tests.agents .agents $(if $(ONLY),'$(ONLY)')
 
 compat-vllm: setup
 	$(MAKE) --no-print-directory .venv-vllm/.installed || echo "compat-vllm: skipped: vLLM's CPU build cannot be installed here, see above"
