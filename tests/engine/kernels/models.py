@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import torch
 
-from kvloom.checkpoints.families.mixers import Attention, Rope
+from kvloom.checkpoints.families.mixers import Attention, DeltaRule, Recurrent, Rope
 from kvloom.checkpoints.families.spec import DecoderSpec, Experts, Layer
 from kvloom.checkpoints.quantized.packed import PackedMatrix, Part
 from kvloom.checkpoints.quantized.scheme import Scheme
@@ -23,6 +23,8 @@ class Plan(NamedTuple):
     rope: Rope | None
     window: int | None = None
     has_experts: bool = False
+    is_gated: bool = False
+    recurrent: Recurrent | None = None  # in place of attention
 
 
 def tiny_spec(
@@ -39,7 +41,13 @@ def tiny_spec(
 ) -> DecoderSpec:
     plans = layers or (Plan(rope_of(head_dim)),) * 2
     sizes = Attention(heads, kv_heads, head_dim)
-    own = (Layer(replace(sizes, rope=plan.rope, window=plan.window), plan.has_experts) for plan in plans)
+    own = [
+        Layer(
+            plan.recurrent or replace(sizes, rope=plan.rope, window=plan.window, is_gated=plan.is_gated),
+            plan.has_experts,
+        )
+        for plan in plans
+    ]
     return DecoderSpec(family, hidden, intermediate, vocab, 2048, tuple(own), 1e-5, True, **switches)
 
 
@@ -129,6 +137,28 @@ SPECS |= {
 }
 
 
+SPECS |= {
+    "delta rule": tiny_spec(
+        "qwen3_5",
+        head_dim=64,
+        qk_norm="head",
+        layers=(
+            Plan(None, recurrent=DeltaRule(2, 4, 32, 48, 4)),
+            Plan(rope_of(32), is_gated=True),
+            Plan(None, recurrent=DeltaRule(3, 6, 16, 80, 3, is_tiled=True)),  # behind the last attention
+        ),
+    ),
+    "delta rule and experts": tiny_spec(
+        "qwen3_next",
+        hidden=96,
+        head_dim=96,  # whose outputs are not quantised as soon as they are computed
+        qk_norm="head",
+        layers=(Plan(None, None, True, recurrent=DeltaRule(2, 2, 64, 64, 4)), Plan(rope_of(32), None, True, True)),
+        experts=Experts(5, 2, 40, shared=72),
+    ),
+}
+
+
 @dataclass
 class MemoryWeights:
     """A WeightSource over float32 tensors. `blocks` replaces some of them by quantised tensors."""
@@ -157,6 +187,8 @@ def random_weights(spec: DecoderSpec, seed: int = 0) -> MemoryWeights:
         noise = torch.randn(shape, generator=generator)
         if name.endswith("norm"):
             values[name] = 1 + 0.2 * noise
+        elif name.endswith(".decay"):
+            values[name] = -noise.exp()
         elif name.endswith("router_correction"):  # decides alone, for the same reason
             values[name] = noise * 3
         elif name.endswith(".router"):  # large, so that rounding changes no choice of experts

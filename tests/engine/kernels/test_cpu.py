@@ -103,8 +103,10 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def slack(name: str) -> float:
-    """Factor for error limits: of two experts with nearly equal scores, rounding may choose the other one."""
-    return 1.5 if SPECS[name].experts else 1.0
+    """Factor for error limits: of two experts with nearly equal scores, rounding may choose the other one; a delta rule
+    divides queries and keys by their norms, and so enlarges errors of small ones (torch's, in bfloat16, still more).
+    """
+    return (1.5 if SPECS[name].experts else 1.0) * (2.5 if SPECS[name].recurrent else 1.0)
 
 
 @EACH_MODEL

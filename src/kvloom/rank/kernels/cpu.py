@@ -165,7 +165,7 @@ class CpuBackend:
     def _prepared(
         self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None, choices: Choices | None
     ) -> _Call:
-        ids, pos, qstart, blocks, adapters, types, _places = batch
+        ids, pos, qstart, blocks, adapters, types, places = batch
         tiles = np.empty((len(blocks), blocks.shape[1] * len(self._tiles)), np.int32)
         inputs = ids, pos, qstart, tiles
         states = np.empty(0, np.int32) if states is None else states
@@ -202,8 +202,11 @@ class CpuBackend:
             None if types is None else types.ctypes.data,
             None if choices is None else choices.ctypes.data,
             tokens.ctypes.data,
+            self.sequence_states.ctypes.data,
+            self.spec.state_floats,
+            None if places is None else places.ctypes.data,
         )
-        return _Call(step, head, (own, wanted, held, types, choices), tiles)
+        return _Call(step, head, (own, wanted, held, types, choices, places), tiles)
 
     def add_adapter(self, id: int, adapter: AdapterFile) -> int:
         """See kernels/backend.py. Its weights are held in 8 bits, or as bf16 where the model's linears are."""
@@ -296,8 +299,10 @@ def _check(spec: DecoderSpec, kv_dtype: str) -> None:
     """Raises ModelError that names what the kernels do not support."""
     if kv_dtype not in KV_FORMATS:
         raise ModelError(f"KV cache type {kv_dtype}: the CPU backend has {', '.join(KV_FORMATS)}")
-    if spec.recurrent or any(mixer.is_gated for _, mixer in spec.attention):
-        raise ModelError(f"{spec.family}: the CPU backend has no layers with a state")
+    for _, mixer in spec.recurrent:
+        if mixer.k_dim % 16 or mixer.v_dim % 16:
+            sizes = f"{mixer.k_dim} and {mixer.v_dim}"
+            raise ModelError(f"heads of a delta rule of sizes {sizes}: the CPU backend has multiples of 16")
     if spec.head_dim % 32 or spec.head_dim > 256:
         raise ModelError(f"head size {spec.head_dim}: the CPU backend has multiples of 32 up to 256")
     for rope in spec.ropes:

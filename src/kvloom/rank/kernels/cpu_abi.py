@@ -7,9 +7,9 @@ from typing import Any
 
 INT8, INT4, BF16, INT8_32, INT8_MIN, INT5, INT6, IQ4, FP4, INT8_CHANNEL = range(10)
 NORM_QUANT, QUANT, LINEAR, ROPE_KV, ATTENTION, ROWS_NORM_QUANT, ADD_NORMED, ROUTE, EXPERTS_UP, EXPERTS_DOWN = range(10)
-STATES, ADD_POSITIONS, LAYER_NORM = range(10, 13)
+STATES, ADD_POSITIONS, LAYER_NORM, DELTA_RULE = range(10, 14)
 TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS, TO_BRANCH, CLAMPED, GATED_RESIDUAL, GELU = range(9)
-FROM_ATTENTION, FROM_MLP, FROM_GATE_UP, FROM_RESIDUAL = range(4)
+FROM_ATTENTION, FROM_MLP, FROM_GATE_UP, FROM_RESIDUAL, FROM_MIXER = range(5)
 NORM_HEADS, NORM_ROWS, NORM_ROTATED = range(3)
 KV_BF16, KV_INT8 = range(2)
 NO_UNIT, TILES, PAIRS = range(3)
@@ -39,7 +39,7 @@ class Instruction(ctypes.Structure):
 
     _fields_ = tuple(
         (name, _I32)
-        for name in ("kind", "layer", "linear", "epilogue", "vector", "vector2", "source", "rope", "window")
+        for name in ("kind", "layer", "linear", "epilogue", "vector", "vector2", "source", "rope", "window", "is_gated")
     )
 
 
@@ -51,6 +51,16 @@ class Mixture(ctypes.Structure):
         *((name, _I32) for name in ("router", "router_bias", "up_bias", "down_bias", "shared")),
         *((name, _I32) for name in ("is_sigmoid", "correction", "groups", "kept_groups")),
         ("scale", ctypes.c_float),
+    )
+
+
+class DeltaRuleShape(ctypes.Structure):
+    """kvl_delta_rule."""
+
+    _fields_ = (
+        *((name, _I32) for name in ("num_k_heads", "num_v_heads", "k_dim", "v_dim", "conv_width", "is_tiled")),
+        *((name, _I32) for name in ("gate_at", "beta_at", "decay_at", "conv", "decay", "decay_bias", "norm")),
+        ("state_at", _I64),
     )
 
 
@@ -74,6 +84,9 @@ class Batch(ctypes.Structure):
         ("types", _POINTER),
         ("choices", _POINTER),
         ("tokens", _POINTER),
+        ("states_memory", _POINTER),
+        ("state_floats", _I64),
+        ("places", _POINTER),
     )
 
 
@@ -102,6 +115,7 @@ def load(path: Path) -> ctypes.CDLL:
         "kvl_set_format": (_I32, [_POINTER, _I32, _I64, _I32]),
         "kvl_add_vector": (_I32, [_POINTER, _POINTER, _I64]),
         "kvl_add_mixture": (_I32, [_POINTER, ctypes.POINTER(Mixture)]),
+        "kvl_add_delta_rule": (_I32, [_POINTER, ctypes.POINTER(DeltaRuleShape)]),
         "kvl_allocate": (_I64, [_POINTER]),
         "kvl_arena_bytes": (_I64, [_POINTER, _I32]),
         "kvl_arena": (_POINTER, [_POINTER, _I32]),

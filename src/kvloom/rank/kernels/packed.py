@@ -79,7 +79,7 @@ def recipe_files() -> list[Path]:
     packer.
     """
     here = Path(__file__).parent
-    own = ("cpu.py", "expert_program.py", "packer.py", "program.py")
+    own = ("cpu.py", "expert_program.py", "mixer_program.py", "packer.py", "program.py")
     files = [*(here / name for name in own), *sorted((here.parent.parent / "checkpoints").rglob("*.py"))]
     library = importlib.util.find_spec("gguf")
     if library is not None and library.origin is not None:

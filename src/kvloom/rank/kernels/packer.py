@@ -18,6 +18,7 @@ from kvloom.rank.kernels import cpu_abi
 from kvloom.rank.kernels.backend import Floats
 from kvloom.rank.kernels.cpu_abi import FileNumbers, Instruction
 from kvloom.rank.kernels.expert_program import declare_experts
+from kvloom.rank.kernels.mixer_program import declare_mixer
 from kvloom.rank.kernels.program import GATES, Fill, Native, Program
 
 _NORMS = {"head": cpu_abi.NORM_HEADS, "row": cpu_abi.NORM_ROWS, "rotated": cpu_abi.NORM_ROTATED}
@@ -70,8 +71,12 @@ class Packer:
         spec, idle_bytes = self._spec, 0
         if spec.encoder is not None:
             self._declare_beginning(spec.encoder)
+        kv_index = {layer: index for index, (layer, _) in enumerate(spec.attention)}
         for layer in range(spec.num_layers):
-            self._declare_attention(layer, f"layers.{layer}.")
+            if layer in kv_index:
+                self._declare_attention(layer, kv_index[layer])
+            else:
+                self._declare_mixer(layer)
             if spec.encoder is not None:
                 self._declare_ungated(f"layers.{layer}.")
             elif spec.layers[layer].has_experts:
@@ -132,12 +137,21 @@ class Packer:
                 if progress:
                     progress(self.num_bytes * done // total, self.num_bytes)
 
-    def _declare_attention(self, layer: int, at: str) -> None:
-        spec, own = self._spec, self._spec.layers[layer].mixer
+    def _declare_mixer(self, layer: int) -> None:
+        mixer, at = declare_mixer(self._program, self._spec, layer), f"layers.{layer}."
+        self._emit_input(mixer.linear, at + "attn_norm")
+        mixer.emit(self._program)
+        self._emit_output(mixer.out, at + "attn_post_norm")
+
+    def _declare_attention(self, layer: int, kv_index: int) -> None:
+        """`kv_index`: the layer's number in the cache."""
+        spec, own, at = self._spec, self._spec.layers[layer].mixer, f"layers.{layer}."
         assert isinstance(own, Attention), "the layer has keys and values"
         q_rows, kv_rows = own.q_size, own.kv_size
-        parts = ((at + "q", 0), (at + "k", q_rows), (at + "v", q_rows + kv_rows))
-        qkv = self._program.linear(q_rows + 2 * kv_rows, spec.hidden, *parts)
+        parts = [(at + "q", 0), (at + "k", q_rows), (at + "v", q_rows + kv_rows)]
+        if own.is_gated:
+            parts.append((at + "q_gate", q_rows + 2 * kv_rows))
+        qkv = self._program.linear(q_rows * (1 + own.is_gated) + 2 * kv_rows, spec.hidden, *parts)
         out = self._program.linear(spec.hidden, q_rows, (at + "o", 0))
         bias = self._program.vector(*(f"{at}{part}_bias" for part in "qkv")) if spec.qkv_bias else cpu_abi.NONE
         norms = {}
@@ -150,9 +164,10 @@ class Packer:
         self._emit_input(qkv, at + "attn_norm")
         self._program.emit(cpu_abi.LINEAR, linear=qkv, epilogue=cpu_abi.TO_QKV, vector=bias)
         rope = cpu_abi.NONE if own.rope is None else self._ropes[own.rope]
-        self._program.emit(cpu_abi.ROPE_KV, layer=layer, rope=rope, **norms)
+        self._program.emit(cpu_abi.ROPE_KV, layer=kv_index, rope=rope, is_gated=own.is_gated, **norms)
         sinks = self._program.vector(at + "sinks") if spec.has_sinks else cpu_abi.NONE
-        self._program.emit(cpu_abi.ATTENTION, layer=layer, window=own.window or 0, vector=sinks)
+        window = own.window or 0
+        self._program.emit(cpu_abi.ATTENTION, layer=kv_index, window=window, vector=sinks, is_gated=own.is_gated)
         self._program.emit(cpu_abi.QUANT, linear=out, source=cpu_abi.FROM_ATTENTION)
         self._emit_output(
             out, at + "attn_post_norm", self._program.vector(at + "o_bias") if spec.o_bias else cpu_abi.NONE

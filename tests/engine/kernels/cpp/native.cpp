@@ -7,6 +7,8 @@
 #include "experts/experts.cpp"
 #include "linear/way.cpp"
 #include "lora/lora.cpp"
+#include "mixers/delta_rule.cpp"
+#include "mixers/mixer.cpp"
 #include "model/pack.cpp"
 #include "runtime/memory.cpp"
 #include "runtime/pool.cpp"

@@ -88,7 +88,9 @@ enum {
                                 model without a head */
     KVL_ADD_POSITIONS = 11,  /* adds two rows to each token of the residual stream: row (position + `source`) of
                                 `vector` [positions][hidden], and row (type) of `vector2` [types][hidden] */
-    KVL_LAYER_NORM = 12      /* LayerNorm of the residual stream in place: weights `vector`, biases `vector2` */
+    KVL_LAYER_NORM = 12,     /* LayerNorm of the residual stream in place: weights `vector`, biases `vector2` */
+    KVL_DELTA_RULE = 13      /* delta rule `layer` of the rows that a linear wrote with KVL_TO_QKV, and of each sequence's
+                                state, which it brings up to date */
 };
 /* Epilogues of a linear. KVL_GELU: x Phi(x) of each channel, stored where KVL_FROM_MLP reads. KVL_GATED_RESIDUAL: as
    KVL_RESIDUAL, times the weight that KVL_ROUTE gave to the shared expert. */
@@ -103,12 +105,15 @@ enum {
     KVL_GATED_RESIDUAL = 7,
     KVL_GELU = 8
 };
-enum { KVL_FROM_ATTENTION = 0, KVL_FROM_MLP = 1, KVL_FROM_GATE_UP = 2, KVL_FROM_RESIDUAL = 3 }; /* `source` of QUANT */
+/* `source` of QUANT. KVL_FROM_MIXER: the output of a mixer with a state. */
+enum { KVL_FROM_ATTENTION = 0, KVL_FROM_MLP = 1, KVL_FROM_GATE_UP = 2, KVL_FROM_RESIDUAL = 3, KVL_FROM_MIXER = 4 };
 /* `source` of ROPE_KV: norm of each head, of the whole row, or of each head after the rotation. */
 enum { KVL_NORM_HEADS = 0, KVL_NORM_ROWS = 1, KVL_NORM_ROTATED = 2 };
 
 typedef struct {
     int32_t kind, layer, linear, epilogue, vector, vector2, source, rope, window;
+    int32_t is_gated; /* of ROPE_KV and ATTENTION: behind the values the rows have a gate for each query head, by whose
+                         sigmoid its output is multiplied */
 } kvl_instruction;
 
 /* How a step chooses the next token of a row, at the random point kvl_uniform(seed, position): from all its logits, or
@@ -141,6 +146,9 @@ typedef struct {
     const int32_t *types;    /* [num_tokens] token types for KVL_ADD_POSITIONS; null = all 0 */
     const kvl_choice *choices; /* [num_rows]; null = no token is chosen */
     int32_t *tokens;           /* [num_rows] output: the chosen tokens */
+    float *states_memory;      /* [places][state_floats] what mixers keep of sequences, in 64-byte units */
+    int64_t state_floats;
+    const int32_t *places;     /* [num_seqs] where each sequence has its own; zeros count where its position is 0 */
 } kvl_batch;
 
 const char *kvl_isa(void);
@@ -170,6 +178,19 @@ typedef struct {
     float scale;
 } kvl_mixture;
 int32_t kvl_add_mixture(kvl_model *model, const kvl_mixture *mixture); /* returns its index; before kvl_allocate */
+/* A gated delta rule with its causal convolution. The linear before it has channels q, k (num_k_heads heads of k_dim),
+ * v (num_v_heads heads of v_dim), all of which pass the convolution, then, from these channels on: gate_at as many as v,
+ * beta_at and decay_at one for each value head. Value head h has key head h % num_k_heads if is_tiled is not 0, else
+ * h / (num_v_heads / num_k_heads). conv: vector [conv_width][channels]; decay (negative), decay_bias [num_v_heads]; norm
+ * [v_dim]. k_dim and v_dim are multiples of 16. It keeps (conv_width - 1) * channels + num_v_heads * k_dim * v_dim floats
+ * of a sequence, from float `state_at` on. */
+typedef struct {
+    int32_t num_k_heads, num_v_heads, k_dim, v_dim, conv_width, is_tiled;
+    int32_t gate_at, beta_at, decay_at;
+    int32_t conv, decay, decay_bias, norm;
+    int64_t state_at;
+} kvl_delta_rule;
+int32_t kvl_add_delta_rule(kvl_model *model, const kvl_delta_rule *mixer); /* returns its index */
 int64_t kvl_allocate(kvl_model *model); /* returns the bytes of packed weights */
 
 /* Each thread has an arena of packed weights, a multiple of 64 bytes long. Another model with the same linears and

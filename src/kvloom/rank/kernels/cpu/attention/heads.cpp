@@ -24,7 +24,8 @@ void Step::place_heads(const kvl_instruction& instruction, int thread) {
 }
 
 // Normalises and rotates a query or key head of a token in place and stores it; a value head is only stored. `head`
-// counts queries first, then keys, then values. Queries go to the step's scratch memory, keys and values to the cache.
+// counts queries first, then keys, then values, then gates. Queries and gates go to the step's scratch memory, keys and
+// values to the cache.
 template <class Cache>
 void Step::place_head(const kvl_instruction& instruction, int64_t token, int head, float* at) {
     const int dim = shape_.head_dim, position = batch_.pos[token];
@@ -37,7 +38,11 @@ void Step::place_head(const kvl_instruction& instruction, int64_t token, int hea
     const auto norm_at = [&](int when) {
         if (weight != nullptr && instruction.source == when) rms_norm(at, weight, dim, dim, shape_.norm_eps, at);
     };
-    const int key = head - shape_.num_heads, value = key - shape_.num_kv_heads;
+    const int key = head - shape_.num_heads, value = key - shape_.num_kv_heads, gate = value - shape_.num_kv_heads;
+    if (gate >= 0) {
+        std::copy(at, at + dim, scratch_.gates.row(token) + int64_t(gate) * dim);
+        return;
+    }
     if (value >= 0) return Cache::store_value(cache(instruction.layer, 1) + block + value * tile_bytes_, at, dim, slot);
     norm_at(KVL_NORM_HEADS);
     if (rope.dim > 0) rotate(at, rope.at + int64_t(position) * rope.dim, rope.dim);
@@ -68,7 +73,8 @@ void Step::place_token(const kvl_instruction& instruction, int64_t token) {
         rms_norm(row, vector(instruction.vector), queries, queries, shape_.norm_eps, row);
         rms_norm(row + queries, vector(instruction.vector2), keys, keys, shape_.norm_eps, row + queries);
     }
-    for (int head = 0; head < shape_.num_heads + 2 * shape_.num_kv_heads; head++, row += shape_.head_dim)
+    const int gates = instruction.is_gated ? shape_.num_heads : 0;
+    for (int head = 0; head < shape_.num_heads + 2 * shape_.num_kv_heads + gates; head++, row += shape_.head_dim)
         place_head<Cache>(instruction, token, head, row);
 }
 
@@ -147,7 +153,11 @@ bool Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
         const F32 inverse = splat(share_beside(sinks ? sinks + own : nullptr, group.peak[m % each], group.weight[m % each]));
         float* const head_sums = sums + m * dim;
         float* const to = is_fused ? head_sums : scratch_.attended.row(token) + own * dim;
-        for (int i = 0; i < dim; i += kLanes) store(to + i, mul(load(head_sums + i), inverse));
+        const float* const gates = instruction.is_gated ? scratch_.gates.row(token) + own * dim : nullptr;
+        for (int i = 0; i < dim; i += kLanes) {
+            const F32 value = mul(load(head_sums + i), inverse);
+            store(to + i, gates ? mul(value, sigmoid(load(gates + i))) : value);
+        }
         if (is_fused) store_columns((&instruction)[1], token, own * dim, to, dim);
     }
     return true;

@@ -49,6 +49,9 @@ inline F32 exp2_share(F32 x) {
     return scale_by_floor(p, x);
 }
 
+// 1 / (1 + e^-x)
+inline F32 sigmoid(F32 x) { return div(splat(1.0f), add(splat(1.0f), exp2(mul(x, splat(-kLog2E))))); }
+
 // x / (1 + e^-x)
 inline F32 silu(F32 x) { return div(x, add(splat(1.0f), exp2(mul(x, splat(-kLog2E))))); }
 

@@ -100,6 +100,8 @@ struct Scratch {
     int64_t capacity = 0;  // tokens
     Rows residual, qkv, attended, mlp;  // qkv: output of every linear with KVL_TO_QKV
     Rows branch;                        // output of KVL_TO_BRANCH, not yet normalised
+    Rows gates;                         // of attention, before the sigmoid; empty if no layer has such
+    Rows mixed;                         // output of mixers with a state; empty if there are none
     uint16_t* queries;                  // [num_kv_heads][tokens][heads per kv head][head_dim], as attention/kvcache.hpp
     float* query_scale;                 // one per query
     // Activations that all threads write together. Two, used in turns: an instruction may quantise the input of the
@@ -108,6 +110,7 @@ struct Scratch {
     std::vector<float*> unit;           // [threads] floats of the unit that a thread computes (step/fused.cpp)
     std::vector<Activations> own;       // small steps: every thread quantises for itself, so no barrier is needed
     std::vector<float*> row;            // one row of floats per thread
+    std::vector<float*> mixer;          // [threads] what mixers work in
     int64_t widest;
     ExpertScratch experts;
     std::vector<uint8_t> lora;          // h: an area that all threads share, then an area for each thread
@@ -141,7 +144,9 @@ struct kvl_model {
     // one per thread; linears are in execution order, so that a thread reads its arena sequentially
     std::vector<kvl::HugeBuffer> arenas;
     std::vector<kvl_instruction> program;
-    int64_t last_attention = -1;  // index of the last KVL_ATTENTION in the program; -1 = none
+    // index of the instruction from which on only requested tokens are needed: the last attention, or behind the last
+    // mixer with a state; -1 = there is neither
+    int64_t last_mixer = -1;
     std::vector<uint8_t> turns;  // [program] index of the element of Scratch::quantised that was written last
     std::vector<std::unique_ptr<kvl::Adapter>> adapters;  // by id; null = free
     const uint16_t* embed = nullptr;  // null = the embeddings are the rows of embed_linear
@@ -149,6 +154,7 @@ struct kvl_model {
     int unit = KVL_NO_UNIT;
     std::vector<kvl::RopeTable> ropes;
     std::vector<kvl_mixture> mixtures;
+    std::vector<kvl_delta_rule> delta_rules;
     kvl::Scratch scratch;
     std::vector<std::atomic<int64_t>> next;  // [threads][counters()] work items that threads took
 };

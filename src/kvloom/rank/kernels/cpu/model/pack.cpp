@@ -255,9 +255,11 @@ int32_t kvl_add_rope(kvl_model* model, const float* table, int32_t dim) {
 int32_t kvl_set_program(kvl_model* model, const kvl_instruction* instructions, int32_t count) {
     return kvl::or_out_of_memory([=] {
         model->program.assign(instructions, instructions + count);
-        model->last_attention = -1;
-        for (int32_t i = 0; i < count; i++)
-            if (instructions[i].kind == KVL_ATTENTION) model->last_attention = i;
+        model->last_mixer = -1;
+        for (int32_t i = 0; i < count; i++) {
+            if (instructions[i].kind == KVL_ATTENTION) model->last_mixer = i;
+            if (instructions[i].kind == KVL_DELTA_RULE) model->last_mixer = i + 1;
+        }
         model->turns.clear();
         uint8_t turn = 0;
         for (const kvl_instruction& i : model->program) model->turns.push_back(turn ^= kvl::is_quantising(i.kind));

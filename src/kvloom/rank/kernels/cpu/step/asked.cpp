@@ -6,7 +6,7 @@ namespace kvl {
 
 Asked::Asked(const kvl_model& model, const kvl_batch& all)
     : model_(model), batch_(all), num_all_(all.num_tokens),
-      has_others_(!model.shape.sees_ahead && model.last_attention >= 0 && all.num_rows + all.num_states < all.num_tokens) {
+      has_others_(!model.shape.sees_ahead && model.last_mixer >= 0 && all.num_rows + all.num_states < all.num_tokens) {
     if (!has_others_) return;
     std::vector<int32_t> index(size_t(num_all_), -1);  // index of a token among the requested ones, -1 = not requested
     for (int i = 0; i < all.num_rows; i++) index[size_t(all.rows[i])] = 0;
@@ -35,8 +35,9 @@ Asked::Asked(const kvl_model& model, const kvl_batch& all)
 // before it has moved.
 void Asked::gather(Scratch& scratch) const {
     const int64_t each = model_.shape.num_heads / model_.shape.num_kv_heads, count = int64_t(tokens_.size());
-    for (int64_t i = 0; i < count; i++)
-        std::memmove(scratch.residual.row(i), scratch.residual.row(tokens_[size_t(i)]), size_t(scratch.residual.stride) * sizeof(float));
+    for (const Rows& rows : {scratch.residual, scratch.gates, scratch.mixed})
+        for (int64_t i = 0; rows.stride > 0 && i < count; i++)
+            std::memmove(rows.row(i), rows.row(tokens_[size_t(i)]), size_t(rows.stride) * sizeof(float));
     for (int64_t head = 0; head < model_.shape.num_kv_heads; head++)
         for (int64_t i = 0; i < count; i++) {
             const int64_t to = (head * count + i) * each, from = (head * num_all_ + tokens_[size_t(i)]) * each;

@@ -1,6 +1,6 @@
-// The tokens of a step whose logits or states are requested. Once the keys and values of the last layer are stored, the
-// other tokens are not needed: the rest of the program, from the last attention on, runs as a step of the requested
-// tokens alone. A row's bits do not depend on its batch, so results do not change.
+// The tokens of a step whose logits or states are requested. Once the last layer's keys and values are stored, or its
+// mixer has the sequences' states, the other tokens are not needed: the rest of the program runs as a step of the
+// requested tokens alone. A row's bits do not depend on its batch, so results do not change.
 #pragma once
 
 #include "model/model.hpp"
@@ -16,7 +16,7 @@ class Asked {
     bool is_nobody() const { return tokens_.empty(); }
     // The batch of the requested tokens, if has_others(); it points into this object.
     const kvl_batch& batch() const { return batch_; }
-    // Moves the requested tokens' rows of the residual stream and their queries from their positions among all tokens to
+    // Moves the requested tokens' rows of the residual stream, their queries and gates, or a mixer's output, from their positions among all tokens to
     // their positions in `batch`. One thread calls it.
     void gather(Scratch& scratch) const;
 

@@ -31,11 +31,13 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
     for (const kvl_instruction& i : model.program)
         if (i.kind == KVL_LINEAR && i.epilogue == KVL_TO_QKV)
             qkv = std::max(qkv, round_up(model.linears[size_t(i.linear)].rows, kPad));
-    const int64_t widest = s.widest = std::max({hidden, mlp, queries});
+    const bool is_gated = std::any_of(model.program.begin(), model.program.end(), [](const kvl_instruction& i) { return i.is_gated != 0; });
+    const int64_t widest = s.widest = std::max({hidden, mlp, queries, widest_mixer(model)});
     s.residual = {take<float>(at, tokens * hidden), hidden};
     s.branch = {take<float>(at, tokens * hidden), hidden};
     s.qkv = {take<float>(at, tokens * qkv), qkv};
     s.attended = {take<float>(at, tokens * queries), queries};
+    s.gates = {take<float>(at, is_gated ? tokens * queries : 0), is_gated ? queries : 0};
     s.mlp = {take<float>(at, tokens * mlp), mlp};
     s.queries = take<uint16_t>(at, tokens * model.query_width() + kLanes * model.shape.head_dim);
     s.query_scale = take<float>(at, tokens * model.shape.num_heads);
@@ -47,7 +49,7 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
     s.row.resize(size_t(model.pool.size()));
     for (Activations& own : s.own) own = take_activations(at, kOwnTokens, widest);
     for (float*& row : s.row) row = take<float>(at, widest);
-    return lay_out_experts(s, model, tokens, at);
+    return lay_out_mixers(s, model, tokens, lay_out_experts(s, model, tokens, at));
 }
 
 void Step::reserve() {
@@ -94,6 +96,7 @@ void Step::execute(const kvl_instruction& instruction, int thread) {
         case KVL_LINEAR: return multiply(instruction, thread);
         case KVL_ROPE_KV: return place_heads(instruction, thread);
         case KVL_ATTENTION: return attend(instruction, thread);
+        case KVL_DELTA_RULE: return mix(instruction, thread);
         case KVL_ADD_NORMED: return add_normed(instruction, thread);
         case KVL_STATES: return keep_states(instruction, thread);
         case KVL_ADD_POSITIONS: return add_positions(instruction, thread);
@@ -349,7 +352,7 @@ void run_step(kvl_model& model, const kvl_batch& batch) {
     Step all(model, batch);
     std::optional<Step> rest;
     if (asked.has_others() && !asked.is_nobody()) rest.emplace(model, asked.batch());
-    const int64_t end = int64_t(model.program.size()), split = asked.has_others() ? model.last_attention : end;
+    const int64_t end = int64_t(model.program.size()), split = asked.has_others() ? model.last_mixer : end;
     for (std::atomic<int64_t>& next : model.next) next.store(0, std::memory_order_relaxed);
     model.pool.run([&](int thread) {
         all.begin(thread);

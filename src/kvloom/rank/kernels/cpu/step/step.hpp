@@ -6,6 +6,7 @@
 #include "attention/attention_tiles.hpp"
 #include "isa/tile_unit.hpp"
 #include "linear/way.hpp"
+#include "mixers/mixer.hpp"
 #include "model/model.hpp"
 #include "sampling/candidates.hpp"
 
@@ -53,6 +54,7 @@ class Step {
     void execute(const kvl_instruction& instruction, int thread);
     void embed(int64_t token);
     void quantize(const kvl_instruction& instruction, int thread);
+    void mix(const kvl_instruction& instruction, int thread);
     void add_normed(const kvl_instruction& instruction, int thread);
     void add_positions(const kvl_instruction& instruction, int thread);
     void norm_layer(const kvl_instruction& instruction, int thread);
@@ -161,6 +163,7 @@ class Step {
     bool is_small(int64_t rows) const { return rows <= kOwnTokens; }
     const Rows& source_of(const kvl_instruction& quant) const {
         if (quant.source == KVL_FROM_RESIDUAL) return scratch_.residual;
+        if (quant.source == KVL_FROM_MIXER) return scratch_.mixed;
         return quant.source == KVL_FROM_MLP ? scratch_.mlp : scratch_.attended;
     }
     const float* vector(int32_t index) const { return index < 0 ? nullptr : model_.vectors[size_t(index)].data(); }
