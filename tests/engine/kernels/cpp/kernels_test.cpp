@@ -8,7 +8,6 @@
 #include "check.hpp"
 #include "linear/gemm.hpp"
 #include "lora_test.cpp"
-#include "mixers_test.cpp"
 #include "model/model.hpp"
 #include "numbers_test.cpp"
 #include "scalar.hpp"
@@ -369,7 +368,6 @@ static void test_every_kernel() {
         for (int64_t rank : {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 40})
             for (int64_t cols : {64, 100}) test_adapters(format, cols, rank, cols == 64 ? kPanel : kPanel - 3);
     test_numbers();
-    test_mixers();
     for (int64_t cols : {1, 15, 16, 63, 64, 65, 200}) test_norm_and_quantisation(cols);
     for (int64_t cols : {1, 31, 33, 64, 96, 200}) {
         for (int format : {KVL_INT8, KVL_INT8_32, KVL_INT4, KVL_BF16}) test_quantised(format, cols);

@@ -18,10 +18,12 @@
 #include "step/step.cpp"
 
 #include "kernels_test.cpp"
+#include "mixers_test.cpp"
 #include "step_test.cpp"
 
 int main(int, char** argv) {
     const std::string tests = argv[1];
+    if (tests == "kernels") test_mixers();
     tests == "kernels" ? test_every_kernel() : tests == "steps" ? test_whole_steps() : test_threads();
     std::printf("%s: %d differences\n", kvl_isa(), failures);
     return failures != 0;
