@@ -15,6 +15,7 @@ from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.gguf_types import GGUF_TYPES
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels.reference import ReferenceBackend
+from tests.support.models import delta_gguf
 from tests.support.models.checkpoints import run_step, tiny_model
 
 TOKENS = [5, 9, 1, 77, 30, 2, 2, 101]
@@ -59,8 +60,11 @@ PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
 GEMMA = ("gemma", "gemma2", "gemma3", "gemma-embedding")
 
 
+_NEVER_QUANTISED = ("router", "mlp.gate.", "bias", "conv1d")
+
+
 def gguf_name(key: str, arch: str = "llama") -> str:
-    if arch in (*GEMMA[1:], "olmo2", "gpt-oss", "exaone4", "seed_oss", "glm4moe"):
+    if arch in (*GEMMA[1:], "olmo2", "gpt-oss", "exaone4", "seed_oss", "glm4moe", *delta_gguf.ARCHITECTURES):
         key = key.replace("post_attention_layernorm", "post_attention_norm")
     for theirs, ours in NAMES.items():
         key = key.replace(theirs, ours)
@@ -76,6 +80,9 @@ def tensors_of(model: Any, arch: str) -> Iterator[tuple[str, np.ndarray[Any, Any
     """A transformers model's tensors as GGUF files have them: gates of all experts in one stack, ups in another."""
     for key, value in model.state_dict().items():
         data = value.numpy()
+        if ".linear_attn." in key:
+            yield from delta_gguf.converted(model.config, arch, key.split(".")[2], key.split(".linear_attn.")[1], data)
+            continue
         if ".experts." not in key:
             yield key, data
             continue
@@ -107,6 +114,8 @@ def write(path: Path, model: Any, arch: str, quantised: str | None = None, **met
     writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
+    if arch in delta_gguf.ARCHITECTURES:
+        metadata = delta_gguf.metadata_of(config, arch) | metadata
     for key, value in metadata.items():
         kind = gguf.GGUFValueType.get_type(value)
         writer.add_key_value(key.replace("__", "."), value, kind, _item_kind(value))
@@ -115,11 +124,11 @@ def write(path: Path, model: Any, arch: str, quantised: str | None = None, **met
             continue
         if key.endswith(("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")):
             data = data[0]
-        if arch in GEMMA and key.endswith("norm.weight"):
+        if arch in (*GEMMA, *delta_gguf.ARCHITECTURES) and key.endswith("norm.weight") and "ssm_" not in key:
             data = data + 1
         if arch in PERMUTED and (".q_proj." in key or ".k_proj." in key):
             data = interleave(data, config.num_attention_heads if ".q_" in key else config.num_key_value_heads)
-        if quantised and data.ndim > 1 and "router" not in key and "mlp.gate." not in key and "bias" not in key:
+        if quantised and data.ndim > 1 and not any(part in key for part in _NEVER_QUANTISED):
             kind = gguf.GGMLQuantizationType[quantised]
             packed = gguf.quants.quantize(np.ascontiguousarray(data), kind)
             writer.add_tensor(gguf_name(key, arch), packed, raw_dtype=kind)
