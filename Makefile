@@ -117,7 +117,7 @@ PURE := kvloom/engine/schedule/again kvloom/engine/schedule/ahead kvloom/engine/
   kvloom/gewu/protocol/frames kvloom/gewu/protocol/jsontext kvloom/gewu/protocol/schema kvloom/gewu/qos \
   kvloom/gewu/service/company kvloom/gewu/service/room kvloom/gewu/service/sessions kvloom/gewu/service/memory \
   kvloom/server/chat/output kvloom/server/chat/reasoning kvloom/server/chat/fold kvloom/server/chat/turns \
-  kvloom/checkpoints/quantized/blocks kvloom/checkpoints/quantized/numbers kvloom/checkpoints/quantized/packed \
+  kvloom/checkpoints/quantized/blocks kvloom/checkpoints/quantized/small_blocks kvloom/checkpoints/quantized/numbers kvloom/checkpoints/quantized/packed \
   kvloom/checkpoints/quantized/rotations kvloom/checkpoints/quantized/scheme kvloom/checkpoints/fields
 PURE_TESTS := engine/schedule/test_again \
   engine/schedule/test_ahead engine/schedule/test_cost engine/schedule/test_pace engine/schedule/test_suspicion \

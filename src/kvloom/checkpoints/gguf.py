@@ -193,6 +193,7 @@ class GgufSource:
     def unread(self) -> list[str]:
         """See SafetensorsSource."""
         read = {file_name(name, self._names) for name in self._shapes}
+        read |= {_scale_name(key) for key in read}
         return [key for key in self._file.header.tensors if key not in read and not is_harmless(key)]
 
     def form(self, name: str) -> str:
@@ -203,4 +204,23 @@ class GgufSource:
         if name not in self._shapes:
             raise ModelError(f"{self._file.path}: tensor {name} is not part of this model")
         key = file_name(name, self._names)
-        return RawTensor(name, self._shapes[name], self._file.kind(key), self._file.rows(key))
+        shape = self._shapes[name]
+        return RawTensor(name, shape, self._file.kind(key), self._file.rows(key), self._factors(key, shape))
+
+    def _factors(self, key: str, shape: tuple[int, ...]) -> tuple[float, ...]:
+        """The numbers beside a tensor that llama.cpp multiplies its results by, as NVFP4 has them; of a stack one, or
+        one for each matrix. Raises ModelError.
+        """
+        name, file = _scale_name(key), self._file
+        if name not in file.header.tensors:
+            return (1.0,)
+        found, counts = file.header.tensors[name].shape, {(1,), shape[:1]} if len(shape) > 2 else {(1,)}
+        if found not in counts or file.kind(name) != "f32":
+            wanted = " or ".join(str(list(count)) for count in sorted(counts))
+            problem = f"is {file.kind(name).upper()} of shape {list(found)}, not F32 of {wanted}"
+            raise ModelError(f"{file.path}: tensor {name} {problem}")
+        return tuple(float(factor) for factor in file.rows(name).view(np.float32).ravel())
+
+
+def _scale_name(key: str) -> str:
+    return f"{key.removesuffix('.weight')}.scale" if key.endswith(".weight") else ""

@@ -1,4 +1,4 @@
-"""The element types of GGUF files, by number (`ggml_type`); the `gguf` package has them too, but loads slowly."""
+"""The element types of GGUF files, by number (`ggml_type`); the `gguf` package has most of them, but loads slowly."""
 
 from typing import NamedTuple
 
@@ -46,4 +46,5 @@ GGUF_TYPES = {
     39: GgufType("MXFP4", 32, 17),
     40: GgufType("NVFP4", 64, 36),
     41: GgufType("Q1_0", 128, 18),
+    42: GgufType("Q2_0", 64, 18),
 }

@@ -1,22 +1,21 @@
 """WeightSource: a checkpoint as named tensors, read one at a time."""
 
 import contextlib
-import importlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from kvloom.checkpoints.quantized.blocks import form_of, read_blocks
+from kvloom.checkpoints.quantized.forms import LEVELS
 from kvloom.checkpoints.quantized.numbers import Bytes, Floats, Numbers
 from kvloom.contract.errors import ModelError
 
 WIDE = ("f32", "f16", "bf16")  # kinds that are numbers, not blocks
 _PIECE_VALUES = 1 << 20
-_LONG_ROW_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +23,14 @@ class RawTensor:
     """A tensor in the file's form. `shape` is [out, in] row-major, whatever the file's own order.
 
     kind is "f32", "f16", "bf16" or a GGUF block type of blocks.KINDS; data is a read-only view of the bytes: uint8
-    [rows, bytes a row].
+    [rows, bytes a row]. factors: what all values are multiplied by, or those of each matrix of a stack.
     """
 
     name: str
     shape: tuple[int, ...]
     kind: str
     data: Bytes
+    factors: tuple[float, ...] = (1.0,)
 
     @property
     def form(self) -> str:
@@ -41,7 +41,8 @@ class RawTensor:
         """(first row, numbers) of a matrix that has a form, top to bottom. Raises ModelError for scales like NaN."""
         rows = max(1, _PIECE_VALUES // self.shape[-1])
         for at in range(0, self.shape[0], rows):
-            yield at, read_blocks(self.kind, self.data[at : at + rows]).check(self.name)
+            numbers = read_blocks(self.kind, self.data[at : at + rows])
+            yield at, (numbers if self._factor == 1 else numbers.scaled(self._factor)).check(self.name)
 
     def float32(self) -> Floats:
         """The values, dequantised, as a new float32 array of `shape`."""
@@ -53,14 +54,19 @@ class RawTensor:
         for at in range(0, self.shape[0], rows):
             yield at, self._values(self.data[at : at + rows]).reshape(-1, self.shape[-1])
 
+    @property
+    def _factor(self) -> np.float32:
+        (factor,) = self.factors  # a stack is read matrix by matrix
+        return np.float32(factor)
+
     def _values(self, data: Bytes) -> Floats:
         """float32, flat, of some of the rows."""
         flat = np.ascontiguousarray(data)
         if self.kind in WIDE:
-            return widen(flat.reshape(-1), self.kind)
-        gguf: Any = importlib.import_module("gguf")  # takes longer to import than all the rest here
-        values = gguf.quants.dequantize(_long_rows(flat), gguf.GGMLQuantizationType[self.kind.upper()])
-        return np.require(values, np.float32, ["C", "W"]).reshape(-1)
+            values = widen(flat.reshape(-1), self.kind)
+        else:
+            values = read_blocks(self.kind, flat).floats(LEVELS[self.form]).reshape(-1)
+        return values if self._factor == 1 else values * self._factor
 
 
 def widen(data: Bytes, kind: str) -> Floats:
@@ -70,16 +76,6 @@ def widen(data: Bytes, kind: str) -> Floats:
     if kind == "f16":
         return data.view(np.float16).astype(np.float32)
     return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)  # the upper half of a float32
-
-
-def _long_rows(data: Bytes) -> Bytes:
-    """The same bytes in fewer rows: gguf decodes 16 rows at a time, and short ones cost more calls than work.
-
-    Blocks are decoded one by one, so any cut between rows will do.
-    """
-    rows, row_bytes = data.shape
-    together = next(n for n in range(max(1, min(rows, _LONG_ROW_BYTES // row_bytes)), 0, -1) if rows % n == 0)
-    return data.reshape(rows // together, row_bytes * together)
 
 
 def as_rows(data: Bytes, shape: tuple[int, ...]) -> Bytes:

@@ -11,6 +11,7 @@ import torch
 
 from kvloom.checkpoints.families.mixers import Attention, DeltaRule, Recurrent, Rope
 from kvloom.checkpoints.families.spec import DecoderSpec, Experts, Layer
+from kvloom.checkpoints.gguf_types import GGUF_TYPES
 from kvloom.checkpoints.quantized.packed import PackedMatrix, Part
 from kvloom.checkpoints.quantized.scheme import Scheme
 from kvloom.checkpoints.source import RawTensor, Tensor
@@ -198,14 +199,14 @@ def random_weights(spec: DecoderSpec, seed: int = 0) -> MemoryWeights:
     return MemoryWeights(values)
 
 
-_HALVES = {"q4_1": 2, "q5_1": 2, "q4_k": 2, "q5_k": 2}  # float16 numbers at the beginning of a block; 1 for other kinds
+_HALVES = {"q4_1": 2, "q5_1": 2, "q2_k": 2, "q4_k": 2, "q5_k": 2}  # float16 scales of a block; 1 for other kinds
+_SCALES_BEHIND = ("q2_k", "q3_k", "q6_k", "tq1_0", "tq2_0")  # kinds that have them at the end
 _SPREAD = 2.0**-6
 
 
 def random_blocks(name: str, shape: tuple[int, ...], kind: str) -> RawTensor:
     """Random blocks of `kind`, with scales that give the weights a standard deviation of about shape[-1] ** -0.5."""
-    quantized = gguf.GGMLQuantizationType[kind.upper()]
-    num_values, num_bytes = gguf.GGML_QUANT_SIZES[quantized]
+    num_values, num_bytes = next(sizes for name, *sizes in GGUF_TYPES.values() if name == kind.upper())
     random = np.random.default_rng(len(name) + sum(shape))
     data = random.integers(0, 256, (shape[0], shape[1] // num_values * num_bytes), np.uint8)
     blocks = data.reshape(-1, num_bytes)
@@ -214,13 +215,21 @@ def random_blocks(name: str, shape: tuple[int, ...], kind: str) -> RawTensor:
         if kind == "mxfp4":
             blocks[:, 0] = 127 + round(math.log2(factor))
             return
-        first = num_bytes - 2 if kind == "q6_k" else 0
+        if kind == "nvfp4":
+            blocks[:, :4] = (8 + round(math.log2(factor))) << 3  # half a power of two
+            return
+        if kind == "iq1_m":  # a nibble in each of four words
+            half = np.array([factor], np.float16).view(np.uint16)
+            words = blocks[:, 48:].view(np.uint16)
+            words[:] = words & 0xFFF | half >> np.array([0, 4, 8, 12], np.uint16) << 12
+            return
         count = _HALVES.get(kind, 1)
+        first = num_bytes - 2 * count if kind in _SCALES_BEHIND else 0
         halves = np.array([factor, factor if kind.endswith("k") else -8 * factor][:count], np.float16)
         blocks[:, first : first + 2 * count] = halves.view(np.uint8)
 
     scale_by(_SPREAD)
-    deviation = float(gguf.quants.dequantize(data, quantized).std())
+    deviation = float(RawTensor(name, shape, kind, data).float32().std())
     scale_by(_SPREAD * shape[1] ** -0.5 / deviation)
     return RawTensor(name, shape, kind, data)
 
@@ -243,6 +252,32 @@ MIXED_KINDS = {
     "layers.1.gate": "q4_0",
     "layers.1.up": "q4_0",
     "layers.1.down": "iq4_xs",
+}
+
+
+# The same with the kinds of one to three bits; down has one of four, as files have it.
+THIN_KINDS = {
+    "embed": "q2_k",
+    "layers.0.q": "iq2_xs",
+    "layers.0.k": "q3_k",
+    "layers.0.v": "iq3_s",
+    "layers.0.o": "iq1_m",
+    "layers.0.gate": "iq2_s",
+    "layers.0.up": "iq2_xxs",
+    "layers.0.down": "q3_k",
+    "layers.1.q": "iq3_xxs",
+    "layers.1.k": "tq2_0",
+    "layers.1.v": "tq1_0",
+    "layers.1.o": "nvfp4",
+    "layers.1.gate": "q2_k",
+    "layers.1.up": "q2_k",
+    "layers.1.down": "q2_0",
+}
+MIXTURES: Mapping[str, Mapping[str, str]] = {  # by what sets them apart: what mixed_weights is given
+    "all": {},
+    "some": {"embed": "", "layers.0.o": "", "layers.1.up": "q8_0"},
+    "thin": THIN_KINDS,
+    "one bit": {"layers.0.up": "q1_0", "layers.1.q": "iq1_s"},
 }
 
 

@@ -20,7 +20,9 @@ from kvloom.rank.sampler import draw_plain, uniforms
 
 from .models import (
     MIXED,
+    MIXTURES,
     SPECS,
+    THIN_KINDS,
     MemoryWeights,
     Plan,
     all_logits,
@@ -94,8 +96,9 @@ def forget() -> Iterator[None]:
 
 
 @functools.cache
-def mixed(isa: str, threads: int = 2) -> CpuBackend:
-    return CpuBackend(MIXED, mixed_weights(), 64, CpuOptions("stored", num_threads=threads, isa=isa))
+def mixed(isa: str, threads: int = 2, is_thin: bool = False) -> CpuBackend:
+    weights = mixed_weights(**(THIN_KINDS if is_thin else {}))
+    return CpuBackend(MIXED, weights, 64, CpuOptions("stored", num_threads=threads, isa=isa))
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -127,7 +130,7 @@ def test_four_bit_blocks_of_a_file_keep_their_values(name, isa, kind):
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
-@pytest.mark.parametrize("own", [{}, {"embed": "", "layers.0.o": "", "layers.1.up": "q8_0"}], ids=["all", "some"])
+@pytest.mark.parametrize("own", MIXTURES.values(), ids=MIXTURES)
 def test_a_file_of_many_kinds_of_blocks_keeps_its_values(isa, own):
     """Only quantised activations cause an error: it is smaller than with weights that are rounded to 8 bits again."""
     weights, args = mixed_weights(**own), ragged(prompts())
@@ -140,9 +143,10 @@ def test_a_file_of_many_kinds_of_blocks_keeps_its_values(isa, own):
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("is_thin", [False, True], ids=["", "thin"])
 @pytest.mark.parametrize("chunk", [1, 7, 50])
-def test_a_file_of_many_kinds_gives_the_same_bits_alone_in_company_and_in_chunks(isa, chunk):
-    backend = mixed(isa)
+def test_a_file_of_many_kinds_gives_the_same_bits_alone_in_company_and_in_chunks(isa, is_thin, chunk):
+    backend = mixed(isa, is_thin=is_thin)
     tokens, blocks = tokens_of(150), list(range(20, 30))
     together = all_logits(backend, *ragged([(tokens_of(33, 2), 0, [1, 2, 3]), (tokens, 0, blocks)])).clone()[33:]
     pieces = [
@@ -150,12 +154,14 @@ def test_a_file_of_many_kinds_gives_the_same_bits_alone_in_company_and_in_chunks
         for at in range(0, len(tokens), chunk)
     ]
     assert torch.equal(torch.cat(pieces), together)
-    assert torch.equal(all_logits(mixed(isa, threads=3), *ragged([(tokens, 0, blocks)])).clone(), together)
+    assert torch.equal(all_logits(mixed(isa, 3, is_thin), *ragged([(tokens, 0, blocks)])).clone(), together)
 
 
 def test_a_mixed_file_is_told_for_what_it_is():
     backend = CpuBackend(MIXED, mixed_weights(), 4, CpuOptions("stored"))
     assert backend.held_as == "as the file has them (9 in 4 bits, 3 in 5 bits, 2 in 6 bits, 1 in 8 bits)"
+    backend = CpuBackend(MIXED, mixed_weights(**THIN_KINDS), 4, CpuOptions("stored"))
+    assert backend.held_as == "as the file has them (6 in 2 bits, 6 in 3 bits, 3 in 4 bits)"
 
 
 @EACH_MODEL

@@ -14,11 +14,23 @@ from kvloom.rank.kernels import build, cpu_abi
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from tests.support.models.adapters import make_adapter
 
-from .models import MIXED, SPECS, all_logits, by_channel, four_bit, mixed_weights, ragged, random_weights, tiny_spec
+from .models import (
+    MIXED,
+    SPECS,
+    THIN_KINDS,
+    all_logits,
+    by_channel,
+    four_bit,
+    mixed_weights,
+    ragged,
+    random_weights,
+    tiny_spec,
+)
 
 needs_tiles = pytest.mark.skipif(build.best_isa(build.cpu_flags()) != build.TILES, reason="needs a tile unit")
 MODELS = {
     "a file of many kinds": (MIXED, mixed_weights, "stored"),
+    "a file of few bits": (MIXED, lambda: mixed_weights(**THIN_KINDS), "stored"),
     "w8a8": (SPECS["smollm2 heads"], lambda: random_weights(SPECS["smollm2 heads"]), "w8a8"),
     "w4a8, uneven sizes": (
         SPECS["gelu, uneven sizes"],

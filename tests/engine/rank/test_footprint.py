@@ -10,7 +10,7 @@ from kvloom.checkpoints.quantized.blocks import form_of
 from kvloom.contract.config import EngineConfig
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from kvloom.rank.loading import choose_backend, open_runner
-from tests.engine.kernels.models import MIXED, mixed_weights
+from tests.engine.kernels.models import MIXED, THIN_KINDS, mixed_weights
 from tests.engine.weights.test_gguf import write
 from tests.support.models.checkpoints import save, tiny_model
 
@@ -45,7 +45,7 @@ def test_what_auto_means_is_what_is_opened(folder):
     assert choose_backend(config, open_checkpoint(folder).spec) == opened
 
 
-@pytest.mark.parametrize("own", [{}, {"embed": ""}, {"layers.0.o": "", "layers.1.up": "q8_0"}])
+@pytest.mark.parametrize("own", [{}, {"embed": ""}, {"layers.0.o": "", "layers.1.up": "q8_0"}, THIN_KINDS])
 def test_a_quantised_file_takes_what_its_forms_take(own):
     weights = mixed_weights(**own)
     backend = CpuBackend(MIXED, weights, 4, CpuOptions("stored"))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,7 +24,7 @@ from tests.support.models.checkpoints import run_step, save, tiny_model
 from tests.support.models.quantized import write_folder
 
 from .test_families import FILES, TOKENS
-from .test_gguf import write
+from .test_gguf import add_tensor, write
 from .test_quantized_folders import FORMATS
 
 MXFP4 = gguf.GGMLQuantizationType.MXFP4
@@ -246,3 +247,17 @@ def test_stacked_experts_of_a_quantised_file_keep_their_values(kind, tmp_path):
     with torch.no_grad():
         wanted = model(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(logits_of(checkpoint), wanted, atol=5e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_scales_beside_a_stack_are_factors_of_its_experts(count, tmp_path):
+    _, metadata, _ = FILES["mixtral"]
+    metadata = {f"llama__{key}": value for key, value in metadata.items()}
+    path = write(tmp_path / "m.gguf", tiny_model("mixtral"), "llama", **metadata)
+    scales = np.arange(1, count + 1, dtype=np.float32) / 4
+    scaled = add_tensor(path, tmp_path / "s.gguf", "blk.0.ffn_up_exps.scale", scales)
+    before, after = open_checkpoint(path).weights, open_checkpoint(scaled).weights
+    for expert in range(5):
+        name = f"layers.0.experts.{expert}.up"
+        wanted = before.tensor(name).float32() * scales[expert % count]
+        assert np.array_equal(after.tensor(name).float32(), wanted)

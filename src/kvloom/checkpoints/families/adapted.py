@@ -158,9 +158,7 @@ class _RowsOf:
     def number_pieces(self) -> Iterator[tuple[int, Numbers]]:
         for at, numbers in self.whole.number_pieces():
             if own := self._own(at, len(numbers.values)):
-                least = None if numbers.minimums is None else numbers.minimums[own]
-                cut = Numbers(numbers.values[own], numbers.scales[own], least, numbers.run)
-                yield max(0, at - self.first), cut
+                yield max(0, at - self.first), numbers.of_rows(own)
 
     def float32(self) -> Floats:
         return np.concatenate([values for _, values in self.float32_pieces()])

@@ -69,10 +69,7 @@ class Reordered:
 
     def number_pieces(self) -> Iterator[tuple[int, Numbers]]:
         parts = [numbers for _, numbers in self.whole.number_pieces()]
-        values, scales = (np.concatenate([getattr(part, key) for part in parts]) for key in ("values", "scales"))
-        least = [part.minimums for part in parts if part.minimums is not None]
-        lowest = np.concatenate(least)[self.order] if least else None
-        yield 0, Numbers(values[self.order], scales[self.order], lowest, parts[0].run)
+        yield 0, Numbers.joined(parts).of_rows(self.order)
 
     def float32(self) -> Floats:
         return self.whole.float32()[self.order]

@@ -92,7 +92,8 @@ class StackedExperts:
             return _floats(name, np.ascontiguousarray(part.float32()[:, own].T))
         rows = raw.shape[1]
         data = raw.data[expert * rows : (expert + 1) * rows][own]
-        return replace(raw, name=name, shape=self._shapes[name], data=data)
+        factors = raw.factors[expert:][:1] or raw.factors
+        return replace(raw, name=name, shape=self._shapes[name], data=data, factors=factors)
 
     def _stack(self, name: str) -> tuple[str, int, slice]:
         """The stack that contains an expert's tensor, the expert's number, and the tensor's rows there."""

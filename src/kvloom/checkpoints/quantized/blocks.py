@@ -7,8 +7,9 @@ import numpy as np
 
 from kvloom.checkpoints.gguf_types import GGUF_TYPES
 from kvloom.checkpoints.quantized.numbers import Bytes, Floats, Numbers
+from kvloom.checkpoints.quantized.small_blocks import SMALL_KINDS, Decoded
 
-_SMALL = 32  # weights that share a scale, in all kinds except Q6_K
+_SMALL = 32  # weights that share a scale, in all kinds here except Q6_K
 _U4 = np.uint8(15)
 _Blocks = tuple[Bytes, Floats, Floats | None]  # of each block: numbers, scales, minimums
 
@@ -16,7 +17,7 @@ _Blocks = tuple[Bytes, Floats, Floats | None]  # of each block: numbers, scales,
 class _Kind(NamedTuple):
     form: str  # numbers.py
     run: int
-    read: Callable[[Bytes], _Blocks]
+    read: Callable[[Bytes], _Blocks | Decoded]
 
 
 def form_of(kind: str) -> str:
@@ -28,10 +29,11 @@ def read_blocks(kind: str, rows: Bytes) -> Numbers:
     """`rows`: uint8 [rows, bytes a row]."""
     _, run, read = _KINDS[kind]
     block_bytes = next(size for name, _, size in GGUF_TYPES.values() if name == kind.upper())
-    values, scales, minimums = read(np.ascontiguousarray(rows).reshape(-1, block_bytes))
+    values, scales, minimums, factors = Decoded(*read(np.ascontiguousarray(rows).reshape(-1, block_bytes)))
     count = len(rows)
     least = None if minimums is None else minimums.reshape(count, -1)
-    return Numbers(values.reshape(count, -1), scales.reshape(count, -1), least, run)
+    both = None if factors is None else (factors[0].reshape(count, -1), factors[1].reshape(count, -1))
+    return Numbers(values.reshape(count, -1), scales.reshape(count, -1), least, run, both)
 
 
 def _halves(data: Bytes) -> Floats:
@@ -125,5 +127,6 @@ _KINDS = {
     "iq4_nl": _Kind("iq4", _SMALL, _iq4_nl),
     "iq4_xs": _Kind("iq4", _SMALL, _iq4_xs),
     "mxfp4": _Kind("fp4", _SMALL, _mxfp4),
+    **{kind: _Kind(*small) for kind, small in SMALL_KINDS.items()},
 }
 KINDS = tuple(_KINDS)

@@ -1,9 +1,11 @@
 """Numbers: a matrix in the form of a quantised file.
 
-weight = level of its number * scale + minimum, scale and minimum shared by a run of neighbours in a row.
+weight = level of its number * scale + minimum, scale and minimum shared by a run of neighbours in a row. Levels of
+numbers: forms.LEVELS.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,24 +15,69 @@ from kvloom.contract.errors import ModelError
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
+FACTOR_RUN = 64  # weights of a row that share a pair of factors, where there are any
 _HIGHEST = 65504.0  # scales and minimums are kept as float16
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Some rows: `values` [rows, in], `scales` and `minimums` (None = zero) [rows, in / run, rounded up]."""
+    """Some rows: `values` [rows, in], `scales` and `minimums` (None = zero) [rows, in / run, rounded up]. `factors`, of
+    int2 only, [rows, in / FACTOR_RUN] of scales and of minimums, which then are 0, 1, ... 15.
+    """
 
     values: Bytes
     scales: Floats
     minimums: Floats | None
     run: int
+    factors: tuple[Floats, Floats] | None = None
 
     def check(self, name: str) -> "Numbers":
         """Returns itself. Raises ModelError when a scale or minimum cannot be stored: NaN, infinite, or too large."""
-        for part in (self.scales, self.minimums):
+        for part in (self.scales, self.minimums, *(self.factors or ())):
             if part is not None and part.size and not np.abs(part).max() <= _HIGHEST:  # NaN is not either
                 raise ModelError(f"tensor {name}: a scale is no number below {_HIGHEST:.0f}")
         return self
+
+    @staticmethod
+    def joined(parts: Sequence["Numbers"]) -> "Numbers":
+        """All rows of several of one form, which lie one below the other."""
+        least = [part.minimums for part in parts if part.minimums is not None]
+        factors = [np.concatenate(each) for each in zip(*(part.factors for part in parts if part.factors), strict=True)]
+        return Numbers(
+            np.concatenate([part.values for part in parts]),
+            np.concatenate([part.scales for part in parts]),
+            np.concatenate(least) if least else None,
+            parts[0].run,
+            (factors[0], factors[1]) if factors else None,
+        )
+
+    def of_rows(self, rows: Any) -> "Numbers":
+        """Those of some rows: a slice, or their indices."""
+        least = None if self.minimums is None else self.minimums[rows]
+        factors = None if self.factors is None else (self.factors[0][rows], self.factors[1][rows])
+        return Numbers(self.values[rows], self.scales[rows], least, self.run, factors)
+
+    def scaled(self, by: np.float32) -> "Numbers":
+        """The same times a number."""
+        if self.factors is not None:
+            return replace(self, factors=(self.factors[0] * by, self.factors[1] * by))
+        least = None if self.minimums is None else self.minimums * by
+        return replace(self, scales=self.scales * by, minimums=least)
+
+    def floats(self, levels: Floats) -> Floats:
+        """The weights as new float32 numbers [rows, in], where runs are full. `levels`: of the form, forms.LEVELS."""
+        rows, cols = self.values.shape
+        scales, least = self.scales, self.minimums
+        if self.factors is not None:
+            assert least is not None
+            each = scales.shape[1] // self.factors[0].shape[1]
+            scales = scales * np.repeat(self.factors[0], each, axis=1)
+            least = least * np.repeat(self.factors[1], each, axis=1)
+        with np.errstate(invalid="ignore", over="ignore"):  # who asks for them looks for what is no number
+            found: Floats = levels[self.values].reshape(rows, -1, self.run) * scales[:, :, None]
+            if least is not None:
+                found += least[:, :, None]
+        return found.reshape(rows, cols)
 
 
 def rotated(values: Floats, size: int) -> Floats:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 INT8, INT4, BF16, INT8_32, INT8_MIN, INT5, INT6, IQ4, FP4, INT8_CHANNEL = range(10)
+INT2, INT3, TABLE3_IQ1, TABLE3_IQ2, TABLE4_IQ3_S, TABLE4_IQ3_XXS, FP4_16 = range(10, 17)
 NORM_QUANT, QUANT, LINEAR, ROPE_KV, ATTENTION, ROWS_NORM_QUANT, ADD_NORMED, ROUTE, EXPERTS_UP, EXPERTS_DOWN = range(10)
 STATES, ADD_POSITIONS, LAYER_NORM, DELTA_RULE = range(10, 14)
 TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS, TO_BRANCH, CLAMPED, GATED_RESIDUAL, GELU = range(9)
@@ -93,7 +94,11 @@ class Batch(ctypes.Structure):
 class FileNumbers(ctypes.Structure):
     """kvl_numbers."""
 
-    _fields_ = (*((name, _POINTER) for name in ("numbers", "scales", "minimums")), ("run", _I64))
+    _fields_ = (
+        *((name, _POINTER) for name in ("numbers", "scales", "minimums")),
+        ("run", _I64),
+        *((name, _POINTER) for name in ("scale_factors", "minimum_factors")),
+    )
 
 
 class DrawRules(ctypes.Structure):

@@ -235,10 +235,10 @@ class Packer:
         raw = self._weights.tensor(name)
         if self._program.keeps(name, raw.form):
             for at, part in raw.number_pieces():
-                own = [np.ascontiguousarray(array) for array in (part.values, part.scales)]
-                lowest = None if part.minimums is None else np.ascontiguousarray(part.minimums)
-                at_lowest = None if lowest is None else lowest.ctypes.data
-                numbers = FileNumbers(*(array.ctypes.data for array in own), at_lowest, part.run)
+                arrays = part.values, part.scales, part.minimums, *(part.factors or (None, None))
+                own = [None if array is None else np.ascontiguousarray(array) for array in arrays]
+                starts = [None if array is None else array.ctypes.data for array in own]
+                numbers = FileNumbers(*starts[:3], part.run, *starts[3:])
                 count, channel = len(part.values), first + at
                 self._lib.kvl_fill_numbers(self._model, linear, ctypes.byref(numbers), count, channel, interleave)
             return name

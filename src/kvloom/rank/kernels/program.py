@@ -21,6 +21,13 @@ FORMS = {
     "int8_channel": cpu_abi.INT8_CHANNEL,
     "iq4": cpu_abi.IQ4,
     "fp4": cpu_abi.FP4,
+    "fp4_16": cpu_abi.FP4_16,
+    "int2": cpu_abi.INT2,
+    "int3": cpu_abi.INT3,
+    "table3_iq1": cpu_abi.TABLE3_IQ1,
+    "table3_iq2": cpu_abi.TABLE3_IQ2,
+    "table4_iq3_s": cpu_abi.TABLE4_IQ3_S,
+    "table4_iq3_xxs": cpu_abi.TABLE4_IQ3_XXS,
 }  # those of numbers.FORM_BITS
 GATES = {"silu": cpu_abi.SWIGLU, "gelu_tanh": cpu_abi.GEGLU, "clamped": cpu_abi.CLAMPED}  # epilogues
 PANEL = 32  # output channels of a panel (cpu/layout.hpp)

@@ -22,12 +22,22 @@ inline float weight_at(const uint8_t* panel, int format, int64_t k, int c) {
     const uint8_t* planes = group + scale_bytes(format);
     const uint8_t* rest = planes + plane_bytes(format);
     if (is_whole(format)) return float(int(rest[byte_offset(in_group, c)]) - 128) * reinterpret_cast<const float*>(panel)[c];
-    const float scale = fp16_to_float(halves[c + (format == KVL_INT6 && in_group >= kRun ? kPanel : 0)]);
+    if (is_thin(format)) {
+        const int place = in_group / kRun * 128 + c * 4 + in_group % 4, low = planes[place] >> in_group % kRun / 4 * 2 & 3;
+        if (format == KVL_INT2) {
+            const int64_t pair = k / 64 * 2 * group_bytes(format);
+            const auto half = [&](int64_t at) { return fp16_to_float(reinterpret_cast<const uint16_t*>(panel + pair + at)[c]); };
+            const int both = group[64 + in_group / kRun * 32 + c];
+            return float(low) * (half(0) * float(both & 15)) + half(group_bytes(format)) * float(both >> 4);
+        }
+        const int number = low | (planes[256 + c * 4 + in_group % 4] >> in_group / 4 & 1) << 2;
+        return float(table_of(format)[number]) * fp16_to_float(halves[c + (in_group >= kRun ? kPanel : 0)]);
+    }
+    const float scale = fp16_to_float(halves[c + (has_runs(format) && in_group >= kRun ? kPanel : 0)]);
     const float minimum = has_min(format) ? fp16_to_float(halves[kPanel + c]) : 0;
     if (has_bytes(format)) return float(int(rest[byte_offset(in_group, c)]) - 128) * scale + minimum;
     const int byte = rest[nibble_offset(in_group, c)], nibble = in_group % 8 < 4 ? byte & 15 : byte >> 4;
-    if (format == KVL_IQ4) return float(kIq4[nibble]) * scale;
-    if (format == KVL_FP4) return float(kFp4[nibble]) * scale;
+    if (has_table(format)) return float(table_of(format)[nibble]) * scale;
     const int upper = high_bits(format) == 0 ? 0 : planes[plane_offset(format, in_group, c)] >> plane_shift(format, in_group);
     const int number = nibble + 16 * (upper & ((1 << high_bits(format)) - 1));
     return float(number - (format == KVL_INT6 ? 32 : 0)) * scale + minimum;

@@ -20,7 +20,7 @@ static void test_in_tiles(const Linear& linear) {
     const Activations x{data.data(), scale.data(), sums.data()};
     for (int m = 0; m < kMost; m++) {
         store_activations(x, m, noise(cols).data(), cols, format);
-        tile_for(format, 1)({x, m, cols, linear.panel(0), want.data() + m * kPanel});
+        tile_for(format, 1)({x, m, cols, linear.panel(0), want.data() + m * kPanel}, table_of(format));
     }
     for (int first : {0, 1})
         for (int count = 1; count <= kMost - first; count += count < 14 ? 1 : 9) {

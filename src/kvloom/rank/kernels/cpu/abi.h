@@ -48,7 +48,14 @@ enum {
     KVL_INT6 = 6,
     KVL_IQ4 = 7,
     KVL_FP4 = 8,
-    KVL_INT8_CHANNEL = 9
+    KVL_INT8_CHANNEL = 9,
+    KVL_INT2 = 10,
+    KVL_INT3 = 11,
+    KVL_TABLE3_IQ1 = 12,
+    KVL_TABLE3_IQ2 = 13,
+    KVL_TABLE4_IQ3_S = 14,
+    KVL_TABLE4_IQ3_XXS = 15,
+    KVL_FP4_16 = 16
 };
 
 /* Formats of cached keys and values; see layout.hpp. */
@@ -206,13 +213,15 @@ void kvl_adopt(kvl_model *model, const uint8_t *arenas);
 void kvl_fill_f32(kvl_model *model, int32_t linear, const float *values, int64_t count, int64_t first, int32_t interleave);
 
 /* Weights as a file stores them. numbers: [count][cols], one byte each. scales, minimums: [count][runs], one for each
- * `run` numbers of a row, of which the last may be shorter; minimums null = none. run: a multiple of 32; of 16 in
- * KVL_INT6; all columns in KVL_INT8_CHANNEL. layout.hpp says what a number means. The channels must be held in a format
+ * `run` numbers of a row, of which the last may be shorter; minimums null = none. run: a multiple of 32, or of 16 in
+ * formats that have a scale for as many; all columns in KVL_INT8_CHANNEL. scale_factors, minimum_factors: of KVL_INT2
+ * alone, [count][cols / 64]: scales and minimums, then from 0 to 15, are multiples of them. layout.hpp says what a number means. The channels must be held in a format
  * of files, which KVL_INT8 and KVL_BF16 are not. */
 typedef struct {
     const uint8_t *numbers;
     const float *scales, *minimums;
     int64_t run;
+    const float *scale_factors, *minimum_factors;
 } kvl_numbers;
 void kvl_fill_numbers(kvl_model *model, int32_t linear, const kvl_numbers *from, int64_t count, int64_t first, int32_t interleave);
 

@@ -144,12 +144,24 @@ inline Bytes high_nibbles(const uint8_t* from) {
             _mm256_and_si256(_mm256_srli_epi16(_mm256_loadu_si256((const __m256i*)(from + 32)), 4), mask)};
 }
 
-inline Bytes entries(Bytes nibbles, const int8_t (&table)[16]) {
-    const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
-    return {_mm256_shuffle_epi8(bytes, nibbles.lo), _mm256_shuffle_epi8(bytes, nibbles.hi)};
+inline __m256i two_bits_half(const uint8_t* from, int shift) {
+    const __m256i moved = _mm256_srli_epi16(_mm256_loadu_si256((const __m256i*)from), shift);
+    return _mm256_and_si256(moved, _mm256_set1_epi8(3));
 }
-inline Bytes low_entries(const uint8_t* from, const int8_t (&table)[16]) { return entries(low_nibbles(from), table); }
-inline Bytes high_entries(const uint8_t* from, const int8_t (&table)[16]) { return entries(high_nibbles(from), table); }
+inline Bytes two_bits(const uint8_t* from, int shift) { return {two_bits_half(from, shift), two_bits_half(from + 32, shift)}; }
+inline Bytes entries(Bytes numbers, const Table& table) {
+    const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+    return {_mm256_shuffle_epi8(bytes, numbers.lo), _mm256_shuffle_epi8(bytes, numbers.hi)};
+}
+inline F32 floats_of(__m128i bytes) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+inline F32 low_floats(const uint8_t* from) {
+    return floats_of(_mm_and_si128(_mm_loadu_si128((const __m128i*)from), _mm_set1_epi8(15)));
+}
+inline F32 high_floats(const uint8_t* from) {
+    return floats_of(_mm_and_si128(_mm_srli_epi16(_mm_loadu_si128((const __m128i*)from), 4), _mm_set1_epi8(15)));
+}
 inline __m256i with_bits_half(__m256i low, const uint8_t* plane, int shift, int mask) {
     const __m256i bits = _mm256_loadu_si256((const __m256i*)plane);
     const __m256i moved = shift < 0 ? _mm256_srli_epi16(bits, -shift) : _mm256_slli_epi16(bits, shift);

@@ -109,13 +109,19 @@ inline Bytes low_nibbles(const uint8_t* from) {
 inline Bytes high_nibbles(const uint8_t* from) {
     return {_mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(from), 4), _mm512_set1_epi8(15))};
 }
-inline Bytes low_entries(const uint8_t* from, const int8_t (&table)[16]) {
-    const __m512i bytes = _mm512_broadcast_i32x4(_mm_xor_si128(_mm_loadu_si128((const __m128i*)table), _mm_set1_epi8(-128)));
-    return {_mm512_shuffle_epi8(bytes, low_nibbles(from).v)};
+inline Bytes two_bits(const uint8_t* from, int shift) {
+    return {_mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(from), unsigned(shift)), _mm512_set1_epi8(3))};
 }
-inline Bytes high_entries(const uint8_t* from, const int8_t (&table)[16]) {
+inline Bytes entries(Bytes numbers, const Table& table) {
     const __m512i bytes = _mm512_broadcast_i32x4(_mm_xor_si128(_mm_loadu_si128((const __m128i*)table), _mm_set1_epi8(-128)));
-    return {_mm512_shuffle_epi8(bytes, high_nibbles(from).v)};
+    return {_mm512_shuffle_epi8(bytes, numbers.v)};
+}
+inline F32 floats_of(__m128i bytes) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes))}; }
+inline F32 low_floats(const uint8_t* from) {
+    return floats_of(_mm_and_si128(_mm_loadu_si128((const __m128i*)from), _mm_set1_epi8(15)));
+}
+inline F32 high_floats(const uint8_t* from) {
+    return floats_of(_mm_and_si128(_mm_srli_epi16(_mm_loadu_si128((const __m128i*)from), 4), _mm_set1_epi8(15)));
 }
 inline Bytes with_bits(Bytes low, const uint8_t* plane, int shift, int mask) {
     const __m512i bits = _mm512_loadu_si512(plane);

@@ -159,12 +159,22 @@ inline Bytes high_nibbles(const uint8_t* from) {
     return each_byte([&](int i) { return from[i] >> 4; });
 }
 
-// The table's entries for the low, or the high, nibbles of 64 bytes.
-inline Bytes low_entries(const uint8_t* from, const int8_t (&table)[16]) {
-    return each_byte([&](int i) { return table[from[i] & 15]; });
+// Two bits of each of 64 bytes, from bit `shift` on.
+inline Bytes two_bits(const uint8_t* from, int shift) {
+    return each_byte([&](int i) { return from[i] >> shift & 3; });
 }
-inline Bytes high_entries(const uint8_t* from, const int8_t (&table)[16]) {
-    return each_byte([&](int i) { return table[from[i] >> 4]; });
+
+// The table's entries for 64 numbers below 16.
+inline Bytes entries(Bytes numbers, const Table& table) {
+    return each_byte([&](int i) { return table[numbers.of[i]]; });
+}
+
+// 16 nibbles as floats: the low ones, and the high ones, of as many bytes.
+inline F32 low_floats(const uint8_t* from) {
+    return each([&](int i) { return float(from[i] & 15); });
+}
+inline F32 high_floats(const uint8_t* from) {
+    return each([&](int i) { return float(from[i] >> 4); });
 }
 
 // Adds upper bits to 4-bit weights: the bits of a plane, shifted left by `shift` (right if negative), under `mask`.

@@ -4,114 +4,14 @@
 // like products of bf16, are added in one fixed order.
 #pragma once
 
-#include "activations/quant.hpp"
 #include "isa/pairs.hpp"
-#include "linear/epilogue.hpp"
+#include "linear/thin.hpp"
 
 namespace kvl {
 
-// Prefetch distance in the weight stream, in bytes: what arrives during one DRAM latency at 20 GB/s per core. From
-// kBusyRows rows on it is longer, because the core is busy with them and the hardware prefetcher then runs too late.
-constexpr int kPrefetchBytes = 4096;
-constexpr int kPrefetchBytesBusy = 8192, kBusyRows = 5;
-
-// One pass over a panel: rows of `x` from `row` on, `cols` columns each, times `panel`. Sums go to out [rows][kPanel]
-// and then through the epilogue, or directly through the epilogue, without `out` (Way::multiply).
-struct Pass {
-    Activations x{};
-    int64_t row = 0, cols = 0;
-    const uint8_t* panel = nullptr;
-    float* out = nullptr;
-    const Epilogue* epilogue = nullptr;  // its rows are counted as those of `x`; null = sums stay in `out`
-    int64_t ahead = kPrefetchBytes;      // prefetch distance in bytes; ignored for a single row (ahead_of)
-    bool is_passing = false;             // weights bypass the last-level cache (Way::is_passing)
-
-    // The epilogue, its rows counted from the first one of the pass; without one, an epilogue that stores sums in `out`.
-    Epilogue end() const {
-        Epilogue end;
-        if (epilogue != nullptr) return epilogue->from(row);
-        end.to = out, end.stride = kPanel;
-        return end;
-    }
-    template <int ROWS>
-    int64_t ahead_of() const { return ROWS == 1 ? kPrefetchBytes : ahead; }
-    Pass without_epilogue() const { return {x, row, cols, panel, out, nullptr, ahead, is_passing}; }
-    void ask(int begin, int end) const {
-        for (int r = begin; epilogue != nullptr && r < end; r++) epilogue->ask(row + r);
-    }
-    // Applies the epilogue to rows [begin, end) of the pass, whose sums are in `out`.
-    void finish(int begin, int end) const {
-        if (epilogue != nullptr) epilogue->apply(row + begin, end - begin, out + begin * kPanel);
-    }
-};
-
-using Tile = void (*)(const Pass&);
-
-// Independent integer sums per row: with few rows a single chain of dot products would be bound by its latency.
-constexpr int sums_per_row(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
-
-// Adds the independent integer sums of one row into sums[0], and returns it.
-template <int SUMS>
-inline I32 total(I32 (&sums)[SUMS]) {
-    for (int s = 1; s < SUMS; s++) sums[0] = add(sums[0], sums[s]);
-    return sums[0];
-}
-
-// Scales (and minimums) of a group of a panel. add_to adds the group's contribution to a row: scale * (weights . x) +
-// minimum * (sum of x), times the scale of x; a and b are weights . x of channels 0-15 and 16-31. Integer sums are
-// exact, so rounding happens only here.
-template <int FORMAT>
-struct Scales {
-    explicit Scales(const uint16_t* at) : scale_a(load_fp16(at)), scale_b(load_fp16(at + kLanes)) {
-        if constexpr (has_min(FORMAT)) min_a = load_fp16(at + kPanel), min_b = load_fp16(at + kPanel + kLanes);
-    }
-    explicit Scales(const float* at) : scale_a(load(at)), scale_b(load(at + kLanes)) {
-        if constexpr (has_min(FORMAT)) min_a = load(at + kPanel), min_b = load(at + kPanel + kLanes);
-    }
-    void add_to(F32& lo, F32& hi, F32 a, F32 b, float x_scale, int32_t x_sum) const {
-        const F32 row_scale = splat(x_scale);
-        if constexpr (has_min(FORMAT)) {
-            const F32 row_sum = splat(float(x_sum));
-            lo = fma(fma(a, scale_a, mul(row_sum, min_a)), row_scale, lo);
-            hi = fma(fma(b, scale_b, mul(row_sum, min_b)), row_scale, hi);
-        } else {
-            lo = fma(a, mul(scale_a, row_scale), lo);
-            hi = fma(b, mul(scale_b, row_scale), hi);
-        }
-    }
-    F32 scale_a, scale_b, min_a, min_b;
-};
-
-// KVL_INT8_CHANNEL: scales of the 32 channels of a panel, and the float results of a row's integer sums; vector and
-// tile kernels share it.
-struct ChannelScales {
-    explicit ChannelScales(const uint8_t* panel)
-        : scale_a(load(reinterpret_cast<const float*>(panel))), scale_b(load(reinterpret_cast<const float*>(panel) + kLanes)) {}
-    F32 lo(I32 a, F32 x_scale) const { return mul(to_float(a), mul(scale_a, x_scale)); }
-    F32 hi(I32 b, F32 x_scale) const { return mul(to_float(b), mul(scale_b, x_scale)); }
-    F32 scale_a, scale_b;
-};
-
-// Sum of the activations of a group, from the sums of its runs.
-template <int FORMAT>
-inline int32_t group_sum(const int32_t* runs) {
-    int32_t sum = 0;
-    for (int r = 0; r < group_size(FORMAT) / run_size(FORMAT); r++) sum += runs[r];
-    return sum;
-}
-
-template <int ROWS>
-inline void store_rows(const F32 (&lo)[ROWS], const F32 (&hi)[ROWS], float* out) {
-#pragma GCC unroll 16
-    for (int m = 0; m < ROWS; m++) {
-        store(out + m * kPanel, lo[m]);
-        store(out + m * kPanel + kLanes, hi[m]);
-    }
-}
-
 // Formats of one byte per weight, with groups.
 template <int ROWS, int FORMAT>
-void tile_bytes(const Pass& pass) {
+void tile_bytes(const Pass& pass, const Table&) {
     constexpr int kSums = sums_per_row(ROWS), kGroup = group_size(FORMAT), kRuns = kGroup / run_size(FORMAT);
     const int64_t groups = pass.cols / kGroup;
     const int8_t* x = pass.x.data + pass.row * pass.cols;
@@ -158,31 +58,10 @@ void tile_bytes(const Pass& pass) {
     store_rows(lo, hi, pass.out);
 }
 
-// Quad `quad` of a run for 16 channels, from its nibbles (two quads share a byte) and the run's plane of upper bits.
-template <int FORMAT>
-inline Bytes quad_of(const uint8_t* nibbles, const uint8_t* plane, int quad) {
-    const bool is_low = quad % 2 == 0;
-    if constexpr (FORMAT == KVL_IQ4) return is_low ? low_entries(nibbles, kIq4) : high_entries(nibbles, kIq4);
-    if constexpr (FORMAT == KVL_FP4) return is_low ? low_entries(nibbles, kFp4) : high_entries(nibbles, kFp4);
-    const Bytes low = is_low ? low_nibbles(nibbles) : high_nibbles(nibbles);
-    if constexpr (FORMAT == KVL_INT5) return with_bits(low, plane, 4 - quad, 0x10);
-    if constexpr (FORMAT == KVL_INT6) return with_bits(low, plane, 4 - 2 * quad, 0x30);
-    return low;
-}
-
-// Offset that quad_of leaves in the weights of a format; it must be subtracted from them, or from sums of products.
-constexpr int zero_of(int format) { return format == KVL_INT6 ? 32 : format == KVL_IQ4 || format == KVL_FP4 ? kByteZero : 0; }
-
-template <int FORMAT>
-inline I32 dot_quad(I32 acc, Bytes weights, int32_t quad) {
-    constexpr bool kSigned = FORMAT == KVL_IQ4 || FORMAT == KVL_FP4;
-    return kSigned ? dot_weights(acc, weights, quad) : dot_nibbles(acc, weights, quad);
-}
-
-// Formats of one nibble per weight. A group is one part; in int6 it is two parts with a scale each.
+// Formats of one nibble per weight. A group is one part, or two parts with a scale each.
 template <int ROWS, int FORMAT>
-void tile_nibbles(const Pass& pass) {
-    constexpr int kParts = FORMAT == KVL_INT6 ? 2 : 1, kRuns = kFileGroup / kRun, kQuads = kFileGroup / 4 / kParts;
+void tile_nibbles(const Pass& pass, const Table& table) {
+    constexpr int kParts = has_runs(FORMAT) ? 2 : 1, kRuns = kFileGroup / kRun, kQuads = kFileGroup / 4 / kParts;
     const int64_t groups = pass.cols / kFileGroup;
     const int8_t* x = pass.x.data + pass.row * pass.cols;
     const float* scale = pass.x.scale + pass.row * groups;
@@ -212,8 +91,8 @@ void tile_nibbles(const Pass& pass) {
                     prefetch_weights(weights + ahead, passing);
                     prefetch_weights(weights + ahead + 64, passing);
                 }
-                const Bytes wa = quad_of<FORMAT>(weights, planes, quad);
-                const Bytes wb = quad_of<FORMAT>(weights + kLanes * 4, planes + kLanes * 4, quad);
+                const Bytes wa = quad_of<FORMAT>(weights, planes, quad, table);
+                const Bytes wb = quad_of<FORMAT>(weights + kLanes * 4, planes + kLanes * 4, quad, table);
                 if (quad % 2) weights += kPanel * 4;
 #pragma GCC unroll 8
                 for (int m = 0; m < ROWS; m++) {
@@ -241,7 +120,7 @@ constexpr int kBf16Stretch = 32;
 static_assert(kPad % kBf16Stretch == 0);
 
 template <int ROWS>
-void tile_bf16(const Pass& pass) {
+void tile_bf16(const Pass& pass, const Table&) {
     const uint16_t* x = reinterpret_cast<const uint16_t*>(pass.x.data) + pass.row * pass.cols;
     const int64_t ahead = pass.ahead_of<ROWS>() / 2;
     const bool passing = ROWS >= kBusyRows && pass.is_passing;
@@ -279,7 +158,7 @@ void tile_bf16(const Pass& pass) {
 
 // bf16 in the order of vdpbf16ps, for processors on which it has the throughput of a fused multiply-add.
 template <int ROWS, class Order = PairOrder>
-void tile_pairs(const Pass& pass) {
+void tile_pairs(const Pass& pass, const Table&) {
     const uint16_t* x = reinterpret_cast<const uint16_t*>(pass.x.data) + pass.row * pass.cols;
     const int64_t ahead = pass.ahead_of<ROWS>() / 2;
     const bool passing = ROWS >= kBusyRows && pass.is_passing;
@@ -303,7 +182,7 @@ void tile_pairs(const Pass& pass) {
 
 // KVL_INT8_CHANNEL: one scale per channel and one per row, so sums over all of K are integers and are scaled once.
 template <int ROWS>
-void tile_channel(const Pass& pass) {
+void tile_channel(const Pass& pass, const Table&) {
     constexpr int kSums = sums_per_row(ROWS);
     const int8_t* x = pass.x.data + pass.row * pass.cols;
     const int64_t ahead = pass.ahead_of<ROWS>();
@@ -343,15 +222,17 @@ void tile_channel(const Pass& pass) {
 // The micro-kernel of a format with groups, for ROWS rows.
 template <int ROWS>
 Tile tile_of_groups(int format) {
-    switch (format) {
+    switch (kernel_of(format)) {
         case KVL_INT8: return &tile_bytes<ROWS, KVL_INT8>;
         case KVL_INT8_32: return &tile_bytes<ROWS, KVL_INT8_32>;
         case KVL_INT8_MIN: return &tile_bytes<ROWS, KVL_INT8_MIN>;
         case KVL_INT4: return &tile_nibbles<ROWS, KVL_INT4>;
         case KVL_INT5: return &tile_nibbles<ROWS, KVL_INT5>;
         case KVL_INT6: return &tile_nibbles<ROWS, KVL_INT6>;
-        case KVL_IQ4: return &tile_nibbles<ROWS, KVL_IQ4>;
-        default: return &tile_nibbles<ROWS, KVL_FP4>;
+        case KVL_INT2: return &tile_thin<ROWS, KVL_INT2>;
+        case KVL_INT3: return &tile_thin<ROWS, KVL_INT3>;
+        case KVL_FP4_16: return &tile_nibbles<ROWS, KVL_FP4_16>;
+        default: return &tile_nibbles<ROWS, KVL_IQ4>;
     }
 }
 

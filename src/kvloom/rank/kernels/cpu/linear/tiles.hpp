@@ -25,29 +25,42 @@ static_assert(kTileRows % kBlockRows == 0 && kBlockRows <= kRowsBehind);
 constexpr int tiles_from(int format) { return is_whole(format) ? kChannelTilesFrom : format == KVL_INT8 || format == KVL_INT8_32 ? 24 : 48; }
 
 // Number of consecutive weights of a channel that share a scale.
-constexpr int part_size(int format) { return format == KVL_INT6 ? kRun : group_size(format); }
+constexpr int part_size(int format) { return has_runs(format) ? kRun : group_size(format); }
 
 // Some groups of a panel, unpacked for the tile unit: weights as signed bytes, scales (and minimums) as floats.
 template <int FORMAT>
 struct Unpacked {
     static constexpr int kGroup = group_size(FORMAT), kPart = part_size(FORMAT), kParts = kGroup / kPart;
-    static constexpr int kHalves = scale_bytes(FORMAT) / 2;  // fp16 scales and minimums of a group
+    static constexpr int kScales = (has_min(FORMAT) ? 2 : 1) * kParts * kPanel;  // and minimums, of a group
 
-    // Unpacks `groups` groups, from `panel` on; returns their end.
-    const uint8_t* fill(const uint8_t* panel, int64_t groups) {
+    // Unpacks `groups` groups, of which the first is group `first` of a panel and begins at `panel`; returns their end.
+    const uint8_t* fill(const uint8_t* panel, int64_t first, int64_t groups, const Table& table) {
         for (int64_t g = 0; g < groups; g++, panel += group_bytes(FORMAT)) {
             for (int at = 0; at < group_bytes(FORMAT); at += 64) prefetch(panel + kPrefetchBytes + at);
-            for (int i = 0; i < kHalves; i += kLanes)
-                store(scales + g * kHalves + i, load_fp16(reinterpret_cast<const uint16_t*>(panel) + i));
-            fill_weights(panel + scale_bytes(FORMAT), weights + g * kGroup * kPanel);
+            fill_scales(panel, first + g, scales + g * kScales);
+            fill_weights(panel + scale_bytes(FORMAT), weights + g * kGroup * kPanel, table);
         }
         return panel;
     }
 
+    // Unpacks the scales (and minimums) of the parts of group `number` of a panel.
+    static void fill_scales(const uint8_t* group, int64_t number, float* to) {
+        if constexpr (FORMAT == KVL_INT2) {
+            for (int run = 0; run < kParts; run++, to += 2 * kPanel) {
+                const Scales<FORMAT> of_run(group, number, run);
+                store(to, of_run.scale_a), store(to + kLanes, of_run.scale_b);
+                store(to + kPanel, of_run.min_a), store(to + kPanel + kLanes, of_run.min_b);
+            }
+        } else {
+            for (int i = 0; i < kScales; i += kLanes) store(to + i, load_fp16(reinterpret_cast<const uint16_t*>(group) + i));
+        }
+    }
+
     // Unpacks the weights of one group; `planes` is where its planes, or without any its weights, begin.
-    static void fill_weights(const uint8_t* planes, int8_t* to) {
+    static void fill_weights(const uint8_t* planes, int8_t* to, const Table& table) {
         constexpr int kQuads = kPart / 4, kZero = has_bytes(FORMAT) ? kByteZero : zero_of(FORMAT);
         const uint8_t* from = planes + plane_bytes(FORMAT);
+        const uint8_t* third = planes + kParts * kPanel * 4;
         for (int part = 0; part < kParts; part++, planes += kPanel * 4) {
 #pragma GCC unroll 16
             for (int quad = 0; quad < kQuads; quad++) {
@@ -55,7 +68,8 @@ struct Unpacked {
                 for (int at = 0; at < kPanel * 4; at += 64, to += 64) {
                     Bytes bytes;
                     if constexpr (has_bytes(FORMAT)) bytes = load_bytes(from + at);
-                    else bytes = quad_of<FORMAT>(from + at, planes + at, quad);
+                    else if constexpr (is_thin(FORMAT)) bytes = thin_quad_of<FORMAT>(planes + at, third + at, part * kQuads, quad, table);
+                    else bytes = quad_of<FORMAT>(from + at, planes + at, quad, table);
                     _mm512_store_si512(to, _mm512_sub_epi8(bytes.v, _mm512_set1_epi8(char(kZero))));
                 }
                 if (has_bytes(FORMAT) || quad % 2) from += kPanel * 4;
@@ -64,7 +78,7 @@ struct Unpacked {
     }
 
     alignas(64) int8_t weights[kTileCols * kPanel];
-    alignas(64) float scales[kTileCols / kGroup * kHalves];
+    alignas(64) float scales[kTileCols / kGroup * kScales];
 };
 
 // Tiles used to multiply parts: 0 and 1, or in the next part 2 and 3, hold sums; 4 activations; 6 and 7 weights.
@@ -125,7 +139,7 @@ KVL_IN_TILES inline void end_part(bool is_odd, float* dots) {
 template <int ROWS, int FORMAT>
 KVL_IN_TILES void multiply_block(const Pass& pass, int64_t first, int64_t groups, const Unpacked<FORMAT>& unpacked) {
     constexpr int kGroup = group_size(FORMAT), kPart = part_size(FORMAT), kParts = kGroup / kPart, kRuns = kGroup / run_size(FORMAT);
-    constexpr int kHalves = Unpacked<FORMAT>::kHalves / kParts;
+    constexpr int kScales = Unpacked<FORMAT>::kScales / kParts;
     const int64_t stride = pass.cols / kGroup, parts = groups * kParts;
     const int8_t* x = pass.x.data + pass.row * pass.cols + first * kGroup;
     const float* scale = pass.x.scale + pass.row * stride + first;
@@ -142,11 +156,12 @@ KVL_IN_TILES void multiply_block(const Pass& pass, int64_t first, int64_t groups
         const int64_t next = p + 1;
         if (next < parts) begin_part(next % 2, x + next * kPart, pass.cols, unpacked.weights + next * kPart * kPanel);
         end_part(p % 2, dots[p % 2]);
-        const Scales<FORMAT> of_part(unpacked.scales + p * kHalves);
+        const Scales<FORMAT> of_part(unpacked.scales + p * kScales);
         const int64_t g = p / kParts;
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; m++) {
-            const int32_t sum = has_min(FORMAT) ? group_sum<FORMAT>(sums + (m * stride + g) * kRuns) : 0;
+            const int32_t* runs = sums + (m * stride + g) * kRuns;
+            const int32_t sum = !has_min(FORMAT) ? 0 : has_runs(FORMAT) ? runs[p % kParts] : group_sum<FORMAT>(runs);
             const float* from = dots[p % 2] + m * kPanel;
             const F32 a = add(load(from), splat(-Start::kValue)), b = add(load(from + kLanes), splat(-Start::kValue));
             of_part.add_to(lo[m], hi[m], a, b, scale[m * stride + g], sum);
@@ -158,7 +173,7 @@ KVL_IN_TILES void multiply_block(const Pass& pass, int64_t first, int64_t groups
 // Multiplies 1 <= rows <= kTileRows rows by one panel. It reads whole blocks of kBlockRows rows of activations; `out`
 // must have room for as many.
 template <int FORMAT>
-KVL_IN_TILES void multiply_panel(const Pass& pass, int rows) {
+KVL_IN_TILES void multiply_panel(const Pass& pass, int rows, const Table& table) {
     constexpr int64_t kChunk = kTileCols / group_size(FORMAT);
     Unpacked<FORMAT> unpacked;
     const int64_t groups = pass.cols / group_size(FORMAT);
@@ -166,7 +181,7 @@ KVL_IN_TILES void multiply_panel(const Pass& pass, int rows) {
     PartShapes(part_size(FORMAT)).load();
     for (int64_t g = 0; g < groups; g += kChunk) {
         const int64_t count = groups - g < kChunk ? groups - g : kChunk;
-        panel = unpacked.fill(panel, count);
+        panel = unpacked.fill(panel, g, count, table);
         asm volatile("" ::: "memory");  // compilers do not know what memory tile loads access
         for (int r = 0; r < rows; r += kBlockRows) {
             const Pass block{pass.x, pass.row + r, pass.cols, nullptr, pass.out + r * kPanel};
@@ -181,16 +196,19 @@ KVL_IN_TILES void multiply_panel(const Pass& pass, int rows) {
 }
 
 inline void multiply_in_tiles(int format, const Pass& pass, int rows) {
-    switch (format) {
-        case KVL_INT8: return multiply_panel<KVL_INT8>(pass, rows);
-        case KVL_INT8_32: return multiply_panel<KVL_INT8_32>(pass, rows);
-        case KVL_INT8_MIN: return multiply_panel<KVL_INT8_MIN>(pass, rows);
-        case KVL_INT4: return multiply_panel<KVL_INT4>(pass, rows);
-        case KVL_INT5: return multiply_panel<KVL_INT5>(pass, rows);
-        case KVL_INT6: return multiply_panel<KVL_INT6>(pass, rows);
-        case KVL_IQ4: return multiply_panel<KVL_IQ4>(pass, rows);
+    const Table& table = table_of(format);
+    switch (kernel_of(format)) {
+        case KVL_INT8: return multiply_panel<KVL_INT8>(pass, rows, table);
+        case KVL_INT8_32: return multiply_panel<KVL_INT8_32>(pass, rows, table);
+        case KVL_INT8_MIN: return multiply_panel<KVL_INT8_MIN>(pass, rows, table);
+        case KVL_INT4: return multiply_panel<KVL_INT4>(pass, rows, table);
+        case KVL_INT5: return multiply_panel<KVL_INT5>(pass, rows, table);
+        case KVL_INT6: return multiply_panel<KVL_INT6>(pass, rows, table);
+        case KVL_INT2: return multiply_panel<KVL_INT2>(pass, rows, table);
+        case KVL_INT3: return multiply_panel<KVL_INT3>(pass, rows, table);
+        case KVL_FP4_16: return multiply_panel<KVL_FP4_16>(pass, rows, table);
         case KVL_INT8_CHANNEL: return multiply_channel_in_tiles(&pass, 1, rows);
-        default: return multiply_panel<KVL_FP4>(pass, rows);
+        default: return multiply_panel<KVL_IQ4>(pass, rows, table);
     }
 }
 

@@ -34,7 +34,7 @@ void Way::multiply(const Pass* passes, int64_t count, int rows) const {
             continue;
         }
         pass->ask(0, rows);
-        tile_for(format, rows, is_in_pairs)(*pass);
+        tile_for(format, rows, is_in_pairs)(*pass, table_of(format));
         pass->finish(0, rows);
     }
 }

@@ -15,26 +15,35 @@ int64_t channel_of(int64_t r, int64_t first, int32_t interleave) {
     return (first + r) / kLanes * kPanel + interleave * kLanes + (first + r) % kLanes;
 }
 
+// Replaces the bits of `mask`, from `shift` on, of a byte.
+void set_bits(uint8_t& byte, int shift, int mask, int bits) { byte = uint8_t((byte & ~(mask << shift)) | (bits & mask) << shift); }
+
 // Writes the quantised number of weight k of a channel into a group, in any format but bf16.
 void set_number(uint8_t* group, int format, int channel, int k, int number) {
     uint8_t* planes = group + scale_bytes(format);
     uint8_t* rest = planes + plane_bytes(format);
+    if (is_thin(format)) {
+        set_bits(planes[plane_offset(format, k, channel)], plane_shift(format, k), 3, number);
+        if (format != KVL_INT2) set_bits(planes[third_offset(k, channel)], k / 4, 1, number >> 2);
+        return;
+    }
     if (has_bytes(format)) {
         rest[byte_offset(k, channel)] = uint8_t(number);
         return;
     }
-    uint8_t& byte = rest[nibble_offset(k, channel)];
-    byte = k % 8 < 4 ? uint8_t((byte & 0xf0) | (number & 15)) : uint8_t((byte & 0x0f) | (number & 15) << 4);
+    set_bits(rest[nibble_offset(k, channel)], k % 8 < 4 ? 0 : 4, 15, number);
     if (high_bits(format) == 0) return;
-    uint8_t& plane = planes[plane_offset(format, k, channel)];
-    const int shift = plane_shift(format, k), mask = (1 << high_bits(format)) - 1;
-    plane = uint8_t((plane & ~(mask << shift)) | (number >> 4 & mask) << shift);
+    set_bits(planes[plane_offset(format, k, channel)], plane_shift(format, k), (1 << high_bits(format)) - 1, number >> 4);
 }
 
 // Reads the number that set_number wrote.
 int number_at(const uint8_t* group, int format, int channel, int k) {
     const uint8_t* planes = group + scale_bytes(format);
     const uint8_t* rest = planes + plane_bytes(format);
+    if (is_thin(format)) {
+        const int low = planes[plane_offset(format, k, channel)] >> plane_shift(format, k) & 3;
+        return format == KVL_INT2 ? low : low | (planes[third_offset(k, channel)] >> k / 4 & 1) << 2;
+    }
     if (has_bytes(format)) return rest[byte_offset(k, channel)];
     const int byte = rest[nibble_offset(k, channel)], nibble = k % 8 < 4 ? byte & 15 : byte >> 4;
     if (high_bits(format) == 0) return nibble;
@@ -45,8 +54,7 @@ int number_at(const uint8_t* group, int format, int channel, int k) {
 // The value of a quantised number, before scale and minimum.
 int level_of(int format, int number) {
     if (has_bytes(format)) return number - 128;
-    if (format == KVL_IQ4) return kIq4[number];
-    if (format == KVL_FP4) return kFp4[number];
+    if (has_table(format)) return table_of(format)[number];
     return format == KVL_INT6 ? number - 32 : number;
 }
 
@@ -55,6 +63,34 @@ void set_halves(uint8_t* group, int channel, uint16_t first, uint16_t second) {
     std::memcpy(group + channel * 2, &first, 2);
     std::memcpy(group + kPanel * 2 + channel * 2, &second, 2);
 }
+
+// int2: scale and minimum of one run of a channel's group, from 0 to 15, and the factor that this group holds.
+void set_run(uint8_t* group, int channel, int run, float scale, float minimum) {
+    group[kPanel * 2 + run * kPanel + channel] = uint8_t(int(scale) | int(minimum) << 4);
+}
+
+// Writes scales and minimums of one group, whose first column is k, of a file's row.
+struct FileScales {
+    const kvl_numbers& from;
+    int64_t row, cols, runs = (cols + from.run - 1) / from.run;
+
+    float scale(int64_t k) const { return k < cols ? from.scales[row * runs + k / from.run] : 0; }
+    float minimum(int64_t k) const { return k < cols && from.minimums != nullptr ? from.minimums[row * runs + k / from.run] : 0; }
+    void set(uint8_t* group, int format, int channel, int64_t k) const {
+        if (format == KVL_INT2) {
+            const bool is_second = k / kFileGroup % 2 == 1;
+            const int64_t at = row * (cols / kFactorRun) + k / kFactorRun;
+            const uint16_t factor = float_to_fp16((is_second ? from.minimum_factors : from.scale_factors)[at]);
+            std::memcpy(group + channel * 2, &factor, 2);
+            for (int run = 0; run < 2; run++) set_run(group, channel, run, scale(k + run * kRun), minimum(k + run * kRun));
+            return;
+        }
+        const uint16_t first = float_to_fp16(scale(k));
+        if (has_runs(format)) set_halves(group, channel, first, float_to_fp16(scale(k + kRun)));
+        else if (has_min(format)) set_halves(group, channel, first, float_to_fp16(minimum(k)));
+        else std::memcpy(group + channel * 2, &first, 2);
+    }
+};
 
 void pack_int8(uint8_t* group, int format, int channel, const float* values, int64_t count) {
     const uint16_t scale_bits = float_to_fp16(peak_of(values, count) / 127.0f);
@@ -104,24 +140,35 @@ void pack_row(const Linear& linear, int64_t channel, const float* values) {
 // zero, or the activations that it is multiplied by are zero.
 void pack_numbers(const Linear& linear, int64_t channel, const kvl_numbers& from, int64_t row) {
     const int format = linear.format(channel / kPanel), lane = int(channel % kPanel);
-    const int64_t runs = (linear.cols + from.run - 1) / from.run;
     const uint8_t* numbers = from.numbers + row * linear.cols;
-    const float* scales = from.scales + row * runs;
-    const float* minimums = has_min(format) && from.minimums != nullptr ? from.minimums + row * runs : nullptr;
+    const FileScales scales{from, row, linear.cols};
     uint8_t* group = linear.panel(channel / kPanel) + head_bytes(format);
-    if (is_whole(format)) std::memcpy(group - head_bytes(format) + lane * 4, scales, 4);
+    if (is_whole(format)) {
+        const float scale = scales.scale(0);
+        std::memcpy(group - head_bytes(format) + lane * 4, &scale, 4);
+    }
     for (int64_t k = 0; k < linear.cols; k += group_size(format), group += group_bytes(format)) {
-        const uint16_t scale = float_to_fp16(scales[k / from.run]);
-        if (format == KVL_INT6) {
-            const int64_t second = k + kRun;
-            set_halves(group, lane, scale, second < linear.cols ? float_to_fp16(scales[second / from.run]) : 0);
-        } else if (has_min(format)) {
-            set_halves(group, lane, scale, minimums == nullptr ? 0 : float_to_fp16(minimums[k / from.run]));
-        } else if (!is_whole(format)) {
-            std::memcpy(group + lane * 2, &scale, 2);
-        }
+        if (!is_whole(format)) scales.set(group, format, lane, k);
         for (int i = 0; i < group_size(format) && k + i < linear.cols; i++) set_number(group, format, lane, i, numbers[k + i]);
     }
+}
+
+// Scale and minimum of weight i of a channel in group `number` of a panel.
+struct Line {
+    float scale, minimum;
+};
+Line line_at(const uint8_t* group, int format, int channel, int i, int64_t number) {
+    const auto half = [&](int64_t at) {
+        uint16_t bits;
+        std::memcpy(&bits, group + at + channel * 2, 2);
+        return fp16_to_float(bits);
+    };
+    if (format == KVL_INT2) {
+        const int both = group[kPanel * 2 + i / kRun * kPanel + channel];
+        return {half(factors_at(number, 0)) * float(both & 15), half(factors_at(number, 1)) * float(both >> 4)};
+    }
+    if (has_runs(format)) return {half(i < kRun ? 0 : kPanel * 2), 0};
+    return {half(0), has_min(format) ? half(kPanel * 2) : 0};
 }
 
 // Places a thread's part of every linear in memory, contiguously from `at` on. Returns the end.
@@ -139,18 +186,20 @@ void read_row(const Linear& linear, int64_t channel, float* out) {
     const int format = linear.format(channel / kPanel), lane = int(channel % kPanel);
     const uint8_t* panel = linear.panel(channel / kPanel);
     const uint8_t* group = panel + head_bytes(format);
-    for (int64_t k = 0; k < linear.cols; group += group_bytes(format)) {
+    for (int64_t g = 0, k = 0; k < linear.cols; g++, group += group_bytes(format)) {
         const uint16_t* halves = reinterpret_cast<const uint16_t*>(group);
-        const float minimum = has_min(format) ? fp16_to_float(halves[kPanel + lane]) : 0;
         for (int i = 0; i < group_size(format) && k < linear.cols; i++, k++) {
             if (format == KVL_BF16) {
                 out[k] = bf16_to_float(halves[bf16_offset(i, lane)]);
                 continue;
             }
-            const bool is_second = format == KVL_INT6 && i >= kRun;
-            const float scale = is_whole(format) ? reinterpret_cast<const float*>(panel)[lane]
-                                                 : fp16_to_float(halves[lane + (is_second ? kPanel : 0)]);
-            out[k] = float(level_of(format, number_at(group, format, lane, i))) * scale + minimum;
+            const float level = float(level_of(format, number_at(group, format, lane, i)));
+            if (is_whole(format)) {
+                out[k] = level * reinterpret_cast<const float*>(panel)[lane];
+                continue;
+            }
+            const Line line = line_at(group, format, lane, i, g);
+            out[k] = level * line.scale + line.minimum;
         }
     }
 }
