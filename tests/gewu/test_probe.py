@@ -113,3 +113,8 @@ def test_a_cut_file_is_no_model(keep, tmp_path):
     with pytest.raises(Refused, match=r"cut short|not a GGUF file") as caught:
         look(path)
     assert caught.value.code is Code.INVAL
+
+
+def test_a_file_of_few_bits_takes_more_memory_than_it_has_bytes(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", num_bytes=WEIGHTS // 4)
+    assert look(path).weight_bytes == int(0.55 * WEIGHT_BYTES)  # kept in up to 4.5 bits a weight

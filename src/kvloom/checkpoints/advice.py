@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvloom.checkpoints.files import find_weights, read_object
+from kvloom.checkpoints.files import read_object
+from kvloom.checkpoints.finding import find_weights
 from kvloom.checkpoints.metadata import read_header
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.request import SamplingAdvice, SamplingParams

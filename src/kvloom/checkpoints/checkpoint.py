@@ -11,7 +11,8 @@ from kvloom.checkpoints.embedding.pooling import LAST, Embedding, folder_embeddi
 from kvloom.checkpoints.families import CLASSIFIER, family_of, has_head
 from kvloom.checkpoints.families.adapted import adapted, file_shapes, folder_layout, gguf_layout
 from kvloom.checkpoints.families.spec import DecoderSpec
-from kvloom.checkpoints.files import MAX_CONFIG_BYTES, find_weights, read_object
+from kvloom.checkpoints.files import MAX_CONFIG_BYTES, read_object
+from kvloom.checkpoints.finding import find_weights
 from kvloom.checkpoints.fingerprint import Stamp, stamp
 from kvloom.checkpoints.quantized.scheme import scheme_of
 from kvloom.checkpoints.source import CheckedWeights, WeightSource, naming
@@ -85,7 +86,8 @@ def _open_gguf(path: Path) -> Checkpoint:
     config["rope_scaling"] |= gguf_file.rope_factors(file)
     spec = family.spec(config)
     metadata = file.header.metadata
-    layout = gguf_layout(family, f"{arch}.rope.dimension_sections" in metadata)
+    has_sections, has_stacks = f"{arch}.rope.dimension_sections" in metadata, gguf_file.has_stacks(file.header)
+    layout = gguf_layout(family, has_sections, has_stacks)
     source = gguf_file.GgufSource(file, file_shapes(layout, spec), family.gguf_names)
     return Checkpoint(
         path,

@@ -6,7 +6,6 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kvloom.checkpoints.part_names import is_later_part
 from kvloom.contract.errors import ModelError
 
 MAX_CONFIG_BYTES = 4 << 20
@@ -56,28 +55,3 @@ def read_object(path: Path, max_bytes: int = _MAX_BYTES) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path}: holds no JSON object")
     return value
-
-
-def find_weights(path: Path) -> Path:
-    """The folder of safetensors or the GGUF file for a path: a folder with one GGUF file stands for that file.
-
-    Raises ModelError when it contains several.
-    """
-    if not path.is_dir() or any(path.glob("*.safetensors")):
-        return path
-    name = only_gguf([file.name for file in path.glob("*.gguf")], str(path))
-    return path if name is None else path / name
-
-
-def only_gguf(names: list[str], folder: str) -> str | None:
-    """The GGUF file among the files of a folder without safetensors, of several parts the first; None without one.
-
-    Raises ModelError when there are several models, or later parts of one alone.
-    """
-    every = sorted(name for name in names if name.endswith(".gguf") and not name.startswith("mmproj"))
-    found = [name for name in every if not is_later_part(name)]
-    if every and not found:
-        raise ModelError(f"{folder}: holds {every[0]}, but not the first part of that model")
-    if len(found) > 1:
-        raise ModelError(f"{folder}: holds {len(found)} .gguf files ({', '.join(found[:3])}, ...); name one of them")
-    return found[0] if found else None

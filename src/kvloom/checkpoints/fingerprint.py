@@ -5,7 +5,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvloom.checkpoints.files import find_weights
+from kvloom.checkpoints.finding import find_weights
 from kvloom.checkpoints.part_names import named_parts
 from kvloom.contract.errors import ModelError
 

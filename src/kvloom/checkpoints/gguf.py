@@ -1,5 +1,6 @@
 """GGUF files: metadata -> configuration, tensors as raw quantised rows."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ _TOLD_BY_TENSORS = {  # what a configuration of a folder says
     "attention_out_bias": "blk.0.attn_output.bias",
     "use_qk_norm": "blk.0.attn_q_norm.weight",
 }
+_OWN_EXPERT = re.compile(r"blk\.\d+\.ffn_gate\.\d+\.weight")
 _NO_NAMES: Mapping[str, str] = {}
 
 
@@ -77,8 +79,16 @@ def file_name(name: str, own: Mapping[str, str] = _NO_NAMES) -> str:
     """GGUF's name of a canonical tensor; `own`: names of a layer's tensors that differ."""
     if name in TOP_NAMES:
         return TOP_NAMES[name]
-    _, index, part = name.split(".")
+    _, index, part = name.split(".", 2)
+    if part.startswith("experts."):
+        _, expert, part = part.split(".")
+        return f"blk.{index}.{LAYER_NAMES[part].removesuffix('weight')}{expert}.weight"
     return f"blk.{index}.{own.get(part) or LAYER_NAMES[part]}"
+
+
+def has_stacks(header: Header) -> bool:
+    """Whether all experts of a layer are one tensor; in files of 2023 and early 2024 each is one of its own."""
+    return not any(_OWN_EXPERT.fullmatch(name) for name in header.tensors)
 
 
 def config_of(header: Header, file: str) -> tuple[str, dict[str, Any]]:

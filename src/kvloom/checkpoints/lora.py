@@ -81,8 +81,9 @@ class AdapterFile:
     digest: str
     modules: Mapping[str, LoraModule] = field(repr=False)  # by canonical name: "layers.0.q"
     tensors: Mapping[str, Entry] = field(repr=False)  # by their names in the file
-    data: bytes = field(repr=False)  # of the safetensors file
+    data: bytes = field(repr=False)  # of the file of tensors
     invocation: tuple[int, ...] = ()  # acts from the last such tokens of a prompt on (Activated LoRA); () = on all
+    is_interleaved: bool | None = None  # rotary partners of q and k are side by side; None = as in the family's folders
 
     @property
     def rank(self) -> int:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from kvloom.checkpoints.families.interleaved import row_order
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.lora import FIELD, WEIGHTS_FILE, AdapterFile
-from kvloom.checkpoints.source import widen
+from kvloom.checkpoints.source import RawTensor, as_rows
 from kvloom.contract.errors import BadRequest
 
 
@@ -28,11 +28,12 @@ def pairs_of(adapter: AdapterFile, spec: DecoderSpec) -> Iterator[tuple[str, Lor
         a, b = _values(adapter, module.a), _values(adapter, module.b)
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             raise BadRequest(FIELD, f"{WEIGHTS_FILE}: {module.a} or its lora_B holds values that are not finite")
-        order = row_order(spec, name) if spec.interleaved else None
+        is_interleaved = spec.interleaved if adapter.is_interleaved is None else adapter.is_interleaved
+        order = row_order(spec, name) if is_interleaved else None
         yield name, LoraPair(a, b if order is None else b[order], module.scale)
 
 
 def _values(adapter: AdapterFile, name: str) -> npt.NDArray[np.float32]:
     tensor = adapter.tensors[name]
     data = np.frombuffer(adapter.data, np.uint8)[tensor.start : tensor.end]
-    return widen(data, tensor.kind.lower()).reshape(tensor.shape)
+    return RawTensor(name, tensor.shape, tensor.kind.lower(), as_rows(data, tensor.shape)).float32()

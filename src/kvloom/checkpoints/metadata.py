@@ -157,6 +157,24 @@ def read_shape(path: Path) -> tuple[str, dict[str, Any]]:
     return arch, config if vocab_size is None else {**config, "vocab_size": vocab_size}
 
 
+def read_kind(path: Path) -> tuple[str, str]:
+    """general.architecture and general.type, "" where the file does not say them before its vocabulary.
+
+    Raises ModelError when the file is no GGUF file or is cut short.
+    """
+    found = {"general.architecture": "", "general.type": ""}
+    with _reader(path) as (reader, (_, num_pairs)):
+        for _ in range(num_pairs):
+            key, kind = reader.text(), reader.number("I")
+            if all(found.values()) or key == _TOKENS:
+                break
+            if kind == ARRAY:
+                reader.skip_items(*reader.array_size())
+            elif isinstance(value := reader.scalar(kind), str) and key in found:
+                found[key] = value
+    return found["general.architecture"], found["general.type"]
+
+
 def read_header(path: Path, has_texts: bool = True) -> Header:
     """Metadata and positions of tensors; without `has_texts` lists of texts, like the vocabulary, stay empty.
 

@@ -8,7 +8,8 @@ from kvloom.checkpoints import footprint
 from kvloom.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from kvloom.checkpoints.demo_models import MODELS, linked, pulled
 from kvloom.checkpoints.facts import facts_of
-from kvloom.checkpoints.files import find_weights, read_text
+from kvloom.checkpoints.files import read_text
+from kvloom.checkpoints.finding import find_weights
 from kvloom.checkpoints.metadata import read_header
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError

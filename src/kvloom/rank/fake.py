@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvloom.checkpoints.lora import read_adapter
+from kvloom.checkpoints.lora_gguf import open_adapter
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import (
@@ -166,7 +166,7 @@ class FakeRunner:
 
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
         """Any well-formed adapter fits. Raises BadRequest."""
-        adapter = read_adapter(Path(path), None)
+        adapter = open_adapter(Path(path), None)
         self._marks[id] = adapter_mark(adapter.digest)
         return AdapterInfo(adapter.digest, adapter.rank, len(adapter.data), list(adapter.invocation))
 

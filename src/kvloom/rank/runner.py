@@ -10,7 +10,7 @@ import numpy as np
 
 from kvloom.checkpoints.embedding.pooling import Embedding
 from kvloom.checkpoints.fingerprint import fingerprint
-from kvloom.checkpoints.lora import read_adapter
+from kvloom.checkpoints.lora_gguf import open_adapter
 from kvloom.contract.errors import ModelError
 from kvloom.contract.messages import (
     AdapterInfo,
@@ -176,7 +176,7 @@ class ModelRunner:
 
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
         """Raises BadRequest."""
-        adapter = read_adapter(Path(path), self._backend.whole_spec.tensor_shapes())
+        adapter = open_adapter(Path(path), self._backend.whole_spec.tensor_shapes())
         num_bytes = self._backend.add_adapter(id, adapter)
         return AdapterInfo(adapter.digest, adapter.rank, num_bytes, list(adapter.invocation))
 

@@ -25,6 +25,7 @@ from tests.support.models.quantized import write_folder
 
 from .test_families import FILES, TOKENS
 from .test_gguf import add_tensor, write
+from .test_gguf import rewrite as rewrite_file
 from .test_quantized_folders import FORMATS
 
 MXFP4 = gguf.GGMLQuantizationType.MXFP4
@@ -261,3 +262,22 @@ def test_scales_beside_a_stack_are_factors_of_its_experts(count, tmp_path):
         name = f"layers.0.experts.{expert}.up"
         wanted = before.tensor(name).float32() * scales[expert % count]
         assert np.array_equal(after.tensor(name).float32(), wanted)
+
+
+@pytest.mark.parametrize("kind", ["", "Q8_0"])
+def test_a_file_may_have_a_tensor_for_each_expert(kind, tmp_path):
+    _, metadata, _ = FILES["mixtral"]
+    metadata = {f"llama__{key}": value for key, value in metadata.items()}
+    path = write(tmp_path / "m.gguf", tiny_model("mixtral"), "llama", kind or None, **metadata)
+
+    def unstacked(name: str, values: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+        if not name.endswith("_exps.weight"):
+            return {name: values}
+        return {name.replace("_exps.", f".{expert}."): own for expert, own in enumerate(values)}
+
+    apart, stacked = open_checkpoint(rewrite_file(path, tmp_path / "s.gguf", unstacked)), open_checkpoint(path)
+    assert apart.spec == stacked.spec
+    assert apart.unread == ()
+    for name in stacked.weights.names():
+        assert apart.weights.form(name) == stacked.weights.form(name)
+        assert np.array_equal(apart.weights.tensor(name).float32(), stacked.weights.tensor(name).float32())

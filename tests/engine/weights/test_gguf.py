@@ -1,7 +1,7 @@
 """GGUF files written with the gguf package: names, shapes, every block type, and damage."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -202,20 +202,29 @@ def test_k_blocks_are_read_as_the_gguf_package_reads_them(kind, tmp_path):
     assert np.array_equal(values, gguf.quants.dequantize(blocks, type_))
 
 
-def add_tensor(source: Path, path: Path, name: str, values: np.ndarray[Any, Any]) -> Path:
-    """Copies a GGUF file with one more tensor."""
+Change = Callable[[str, np.ndarray[Any, Any]], Mapping[str, np.ndarray[Any, Any]]]
+
+
+def rewrite(source: Path, path: Path, change: Change) -> Path:
+    """Copies a GGUF file. `change`: what is written instead of a tensor, by name."""
     reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(path, "llama")
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             writer.add_key_value(field.name, field.contents(), field.types[0])
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-    writer.add_tensor(name, values)
+        for name, values in change(tensor.name, np.array(tensor.data)).items():
+            is_own = values.dtype == tensor.data.dtype
+            writer.add_tensor(name, values, raw_dtype=tensor.tensor_type if is_own else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_tensor(source: Path, path: Path, name: str, values: np.ndarray[Any, Any]) -> Path:
+    """Copies a GGUF file with one more tensor of float32 or float16."""
+    return rewrite(source, path, lambda key, own: {key: own} | ({name: values} if key == "output_norm.weight" else {}))
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])

@@ -12,7 +12,7 @@ import pytest
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.facts import facts_of
-from kvloom.checkpoints.files import find_weights
+from kvloom.checkpoints.finding import find_weights
 from kvloom.checkpoints.fingerprint import fingerprint, stamp
 from kvloom.checkpoints.part_names import first_part, is_later_part, model_name, named_parts
 from kvloom.contract.errors import ModelError

@@ -194,7 +194,7 @@ def test_a_folder_that_holds_one_gguf_file_is_that_model(tmp_path):
     (path.parent / "mmproj-any.gguf").write_bytes(b"x")
     assert open_checkpoint(path.parent).path == path
     (path.parent / "second.gguf").write_bytes(b"x")
-    with pytest.raises(ModelError, match=r"holds 2 \.gguf files"):
+    with pytest.raises(ModelError, match=r"holds 2 models \(any\.gguf, second\.gguf\), 1 projector"):
         open_checkpoint(path.parent)
 
 

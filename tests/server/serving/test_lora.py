@@ -122,8 +122,8 @@ def test_the_openai_client_chooses_among_adapters(server, root):
         ({"lora_name": "a b"}, "lora_name", "must be 1 to 128 letters"),
         ({"lora_name": MODEL}, "lora_name", "is the name of a model"),
         ({"lora_name": "taken"}, "lora_name", "is loaded already"),
-        ({"lora_path": "nowhere"}, "lora_path", "nowhere is no folder"),
-        ({"lora_path": "sql/adapter_config.json"}, "lora_path", "is no folder"),
+        ({"lora_path": "nowhere"}, "lora_path", "nowhere is neither a folder nor a .gguf file"),
+        ({"lora_path": "sql/adapter_config.json"}, "lora_path", "is neither a folder"),
         ({"lora_path": "../elsewhere"}, "lora_path", "must lead to a folder below loraRoot"),
         ({"lora_path": "/etc"}, "lora_path", "must lead to a folder below loraRoot"),
         ({"lora_path": "out"}, "lora_path", "must lead to a folder below loraRoot"),
@@ -274,8 +274,8 @@ def test_adapters_of_the_command_line_are_there_from_the_start_and_after_a_crash
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("sql", 'loraModules: must be NAME=FOLDER, got "sql"'),
-        ("=x", 'loraModules: must be NAME=FOLDER, got "=x"'),
+        ("sql", 'loraModules: must be NAME=PATH, got "sql"'),
+        ("=x", 'loraModules: must be NAME=PATH, got "=x"'),
         ("sql=nowhere", "loraModules: sql=nowhere: adapter_config.json cannot be read"),
         (f"{MODEL}=nowhere", "is the name of a model"),
         ("sql!=nowhere", "loraModules: sql!=nowhere: must be 1 to 128 letters, digits or any of _ - . : /"),
@@ -305,7 +305,7 @@ def test_the_configuration_names_adapters_relative_to_its_folder(tmp_path, layou
     assert settings["models"][0]["lora_modules"] == [("sql", tmp_path / "adapters/sql")]
     path = tmp_path / "config.json"
     right = path.read_text()
-    for wrong, words in (('"sql"', "must be NAME=FOLDER"), ("[1]", "must be a list of which each is a text")):
+    for wrong, words in (('"sql"', "must be NAME=PATH"), ("[1]", "must be a list of which each is a text")):
         path.write_text(right.replace('"sql=adapters/sql"', wrong))
         with pytest.raises(BadRequest, match=f"loraModules: {words}"):
             load_settings(path)

@@ -58,10 +58,12 @@ def folder_layout(family: Family, scheme: Scheme | None, names: Iterable[str]) -
     return FileLayout(family.fused, family.norm_offset, stacking, family.interleaved, is_packed, has_log_decay)
 
 
-def gguf_layout(family: Family, has_sections: bool) -> FileLayout:
-    """`has_sections`: the file divides a head among time, height and width, which llama.cpp does in halves alone."""
+def gguf_layout(family: Family, has_sections: bool, has_stacks: bool = True) -> FileLayout:
+    """`has_sections`: the file divides a head among time, height and width, which llama.cpp does in halves alone.
+    `has_stacks`: all experts of a layer are one tensor.
+    """
     interleaved = (family.interleaved or family.permuted_gguf) and not has_sections
-    return FileLayout(family.fused, 0.0, "parts", interleaved)
+    return FileLayout(family.fused, 0.0, "parts" if has_stacks else "", interleaved)
 
 
 def file_shapes(layout: FileLayout, spec: DecoderSpec) -> Shapes:

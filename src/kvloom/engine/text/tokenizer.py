@@ -8,7 +8,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from kvloom.checkpoints.files import find_weights, read_text
+from kvloom.checkpoints.files import read_text
+from kvloom.checkpoints.finding import find_weights
 from kvloom.checkpoints.metadata import read_metadata
 from kvloom.contract.config import MAX_COUNT
 from kvloom.contract.errors import ModelError

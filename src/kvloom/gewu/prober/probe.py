@@ -9,7 +9,8 @@ from typing import Any
 
 from kvloom.checkpoints import footprint
 from kvloom.checkpoints.families import FAMILIES, has_head
-from kvloom.checkpoints.files import MAX_CONFIG_BYTES, only_gguf, read_object
+from kvloom.checkpoints.files import MAX_CONFIG_BYTES, read_object
+from kvloom.checkpoints.finding import only_model
 from kvloom.checkpoints.metadata import read_shape
 from kvloom.checkpoints.quantized.scheme import scheme_of
 from kvloom.contract.config import EngineConfig
@@ -19,6 +20,7 @@ from kvloom.gewu.modelfiles import ModelFiles
 
 _UNKNOWN_KV_BYTES = 128 << 10  # bytes a token where the shape is unknown: that of a model with about 4 billion weights
 _KEPT = 1.15  # memory of a quantised file relative to its size: scales are kept in 16 bits
+_LEAST = 0.55  # and to the size in 8 bits: what a file has in fewer than 4 is kept in up to 4.5
 _VOCAB_SIZE = 152_000  # tokens, where the file does not say
 
 
@@ -67,7 +69,8 @@ def _weight_bytes(files: ModelFiles, unquantised: int, backend: str) -> int:
     """Bytes of weights in the CPU kernels: 8 bits a weight, `unquantised`, or fewer where the file's own form is
     kept.
     """
-    return min(unquantised, int(_KEPT * _num_bytes(files))) if backend == "cpu" else unquantised
+    kept = max(int(_KEPT * _num_bytes(files)), int(_LEAST * unquantised))
+    return min(unquantised, kept) if backend == "cpu" else unquantised
 
 
 def _num_bytes(files: ModelFiles) -> int:
@@ -79,7 +82,7 @@ def _configuration(files: ModelFiles) -> tuple[str | None, Mapping[str, Any]]:
     """Architecture (None where the files name none) and configuration. Raises ModelError, Refused."""
     name: str | None = ""
     if "" not in files.fds and not any(name.endswith(".safetensors") for name in files.fds):
-        name = only_gguf(list(files.fds), files.path)
+        name = only_model({name: _path_of(fd) for name, fd in files.fds.items()}, files.path)
     if name is None:
         raise Refused(Code.INVAL, f"{files.path} holds no .safetensors or .gguf file")
     if name in files.fds:

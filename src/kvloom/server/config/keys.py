@@ -167,7 +167,7 @@ _MODEL: dict[str, Key] = {
     "parseSpecialTokens": Key(
         bool, "special tokens in the text of messages are taken for such", setting="parses_special_text"
     ),
-    "loraModules": Key(list, "LoRA adapters of the start, \"NAME=FOLDER\" each", setting="lora_modules", items=str),
+    "loraModules": Key(list, "LoRA adapters of the start, \"NAME=PATH\" each", setting="lora_modules", items=str),
     "imageSteps": Key(
         int, "of a text-to-image model: denoising steps; the pipeline's own by default", 1, 200, setting="image_steps"
     ),

@@ -135,10 +135,10 @@ def _fit_blocks(found: Found, path: Path) -> None:
 
 
 def lora_module(text: object) -> tuple[str, Path]:
-    """Name and folder of "NAME=FOLDER". Raises BadRequest."""
+    """Name and path of "NAME=PATH". Raises BadRequest."""
     name, is_pair, path = text.partition("=") if isinstance(text, str) else ("", "", "")
     if not (name and is_pair and path):
-        raise BadRequest("loraModules", f"must be NAME=FOLDER, got {shown(text)}")
+        raise BadRequest("loraModules", f"must be NAME=PATH, got {shown(text)}")
     return name, Path(path)
 
 

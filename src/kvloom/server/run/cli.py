@@ -58,7 +58,7 @@ def serve(
     generation_config: Annotated[
         str | None, typer.Option(help="auto: sample as the model's files advise where requests do not say; or none.")
     ] = None,
-    lora_modules: Annotated[list[str] | None, typer.Option(help="LoRA adapter, NAME=FOLDER; may be repeated.")] = None,
+    lora_modules: Annotated[list[str] | None, typer.Option(help="LoRA adapter, NAME=PATH; may be repeated.")] = None,
     lora_root: Annotated[Path | None, typer.Option(help="Adapters below it may be loaded at run time.")] = None,
     response_store: Annotated[Path | None, typer.Option(help="Keep responses of /v1/responses in this file.")] = None,
     allowed_host: Annotated[list[str] | None, typer.Option(help="Name to be asked under; may be repeated.")] = None,

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from kvloom.checkpoints.demo_models import MODELS, find_model, pull, pulled
 from kvloom.checkpoints.embedding.prompts import message_form, prompts_of
-from kvloom.checkpoints.files import find_weights, read_object
+from kvloom.checkpoints.files import read_object
+from kvloom.checkpoints.finding import find_weights
 from kvloom.contract.errors import ModelError
 from kvloom.images.files import is_pipeline
 from kvloom.images.process import check

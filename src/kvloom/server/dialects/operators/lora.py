@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from kvloom.checkpoints.lora import CONFIG_FILE, WEIGHTS_FILE
+from kvloom.checkpoints.lora_gguf import SUFFIX
 from kvloom.contract.errors import BadRequest, NotFound, ServingError
 from kvloom.server.dialects.operators.adapter_names import check_name
 from kvloom.server.errors import ErrorReply, openai_reply
@@ -74,23 +75,23 @@ class LoraAdapters:
 
 
 def allowed_path(text: str, root: Path | None) -> Path:
-    """The folder that a caller names, absolute or below `root`. Raises BadRequest when it leads outside of it.
-
-    Links are followed, those of the files in it too.
+    """The folder or GGUF file that a caller names, absolute or below `root`. Raises BadRequest when it leads outside of
+    it. Links are followed, those of the files in it too.
     """
     if root is None:
         raise BadRequest("lora_path", "loading at run time is off; start the server with --lora-root DIR (loraRoot)")
     root = root.resolve()
     try:
         path = (root / text).resolve()
-        is_inside = all(p.resolve().is_relative_to(root) for p in (path, path / CONFIG_FILE, path / WEIGHTS_FILE))
-        is_folder = is_inside and path.is_dir()
+        read = (path, path / CONFIG_FILE, path / WEIGHTS_FILE, *path.glob(f"*{SUFFIX}"))
+        is_inside = all(p.resolve().is_relative_to(root) for p in read)
+        is_there = is_inside and (path.is_dir() or (path.suffix == SUFFIX and path.is_file()))
     except (OSError, ValueError, RuntimeError):
         raise BadRequest("lora_path", "is no path") from None
     if not is_inside:
         raise BadRequest("lora_path", "must lead to a folder below loraRoot, links followed")
-    if not is_folder:
-        raise BadRequest("lora_path", f"{text} is no folder")
+    if not is_there:
+        raise BadRequest("lora_path", f"{text} is neither a folder nor a {SUFFIX} file")
     return path
 
 
