@@ -13,7 +13,8 @@ from pathlib import Path
 
 from kvloom.checkpoints.demo_models import pull
 from kvloom.contract.config import EngineConfig
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.ranks import RankExecutor
 from kvloom.engine.text.tokenizer import Tokenizer, load_tokenizer

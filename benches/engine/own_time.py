@@ -11,7 +11,8 @@ import numpy as np
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import Batch, StepOutput
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.executor import InProcessExecutor
 from kvloom.rank.fake import ByteTokenizer, FakeRunner

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvloom.bench.kernels import CONTEXT, decode_args
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.demo_models import pull
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.kernels.cpu import CpuBackend
 from kvloom.rank.sampler import History, num_candidates, sample, sample_top
 

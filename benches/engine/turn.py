@@ -20,7 +20,7 @@ import msgspec
 from kvloom.checkpoints.demo_models import pull
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import Batch, Done, NewSeq, Work
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.schedule.again import Again
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner

@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 import psutil
 
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.processes.inside import signal_at_end_of_thread
 from kvloom.rank.fake import fake_answer
 

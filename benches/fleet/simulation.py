@@ -17,7 +17,8 @@ from contextlib import aclosing
 import msgspec
 
 from kvloom.contract.config import EngineConfig
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.schedule.blocks import extend_chain
 from kvloom.engine.schedule.cost import Load
 from kvloom.engine.thread import EngineThread

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from kvloom.contract.config import EngineConfig, TierConfig
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.opening import open_engine
 from tests.support.lazily import lazily

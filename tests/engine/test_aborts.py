@@ -4,7 +4,8 @@ import pytest
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import Batch, StepOutput
-from kvloom.contract.request import FinishReason, Request, SamplingParams
+from kvloom.contract.request import FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import FakeRunner
 from tests.engine.test_engine import GREEDY, prompt, truth
 from tests.support.engine.engines import drain, engine_over, fake_engine, run_all, tokens_of

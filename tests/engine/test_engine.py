@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
+from kvloom.contract.request import Delta, FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import EOS_ID, fake_answer
 from tests.support.engine.engines import drain, fake_engine, run_all, text_of, tokens_of
 
@@ -322,8 +323,7 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def arrive(self, length: int, first: int, max_tokens: int, stop: str, stop_token: tuple[int, ...]) -> None:
         name, seed = f"r{len(self.requests)}", len(self.requests)
-        stops = (stop,) if stop else ()
-        params = SamplingParams(seed=seed, max_tokens=max_tokens, stop=stops, stop_token_ids=stop_token)
+        params = SamplingParams(seed=seed, max_tokens=max_tokens, stop=(stop,) * bool(stop), stop_token_ids=stop_token)
         self.requests[name] = Request(name, prompt(length, first), params)
         self.engine.add(self.requests[name])
 

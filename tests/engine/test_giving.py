@@ -5,7 +5,8 @@ import pytest
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Moved, RankInfo
-from kvloom.contract.request import Delta, FinishReason, KvLocation, Request, SamplingParams
+from kvloom.contract.request import Delta, FinishReason, KvLocation, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.giving import check_giving
 from kvloom.rank.fake import ByteTokenizer, fake_answer

@@ -9,7 +9,8 @@ import pytest
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ServingError, Unavailable
 from kvloom.contract.messages import Batch
-from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
+from kvloom.contract.request import Delta, FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.inbox import Add, Drop, Unload
 from kvloom.engine.intake import MAX_REQUESTS, MAX_WEIGHT, Intake, weight

@@ -13,7 +13,8 @@ import pytest
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import GenerationFailed, ModelError, ServingError, Unavailable
 from kvloom.contract.messages import AdapterInfo
-from kvloom.contract.request import FinishReason, Request, SamplingParams
+from kvloom.contract.request import FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.driver import OTHER_WEIGHTS
 from kvloom.engine.engine import GUILTY
 from kvloom.engine.link.ranks import RankExecutor

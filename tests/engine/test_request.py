@@ -6,35 +6,55 @@ import pytest
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import Request, SamplingParams, check_request
+from kvloom.contract.request import Request, check_request
+from kvloom.contract.sampling import ROWS, SamplingParams
+
+OUTSIDE = [
+    ("temperature", -0.1),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("top_k", -1),
+    ("top_p", 0.0),
+    ("top_p", 1.5),
+    ("min_p", -0.1),
+    ("typical_p", 0.0),
+    ("repetition_penalty", 0.0),
+    ("frequency_penalty", 2.5),
+    ("presence_penalty", -2.5),
+    ("max_tokens", -1),
+    ("min_tokens", -1),
+    ("max_reasoning_tokens", -1),
+    ("seed", 2**64),
+    ("logprobs", 21),
+    ("prompt_logprobs", -1),
+    ("stop", ("a", "")),
+]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("top_k", -1),
-        ("top_p", 0.0),
-        ("top_p", 1.5),
-        ("min_p", -0.1),
-        ("typical_p", 0.0),
-        ("repetition_penalty", 0.0),
-        ("frequency_penalty", 2.5),
-        ("presence_penalty", -2.5),
-        ("max_tokens", -1),
-        ("min_tokens", -1),
-        ("seed", 2**64),
-        ("logprobs", 21),
-        ("prompt_logprobs", -1),
-        ("stop", ("a", "")),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), OUTSIDE)
 def test_a_value_out_of_range_is_refused_by_name(field, value):
     with pytest.raises(BadRequest) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field == field
+
+
+def test_every_parameter_with_a_range_is_tried_outside_of_it():
+    assert {name for name, row in ROWS.items() if row.low is not None} <= {name for name, _ in OUTSIDE}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("top_p", 0, "must be above 0"),
+        ("top_p", -1, "must be between 0 and 1, got -1"),
+        ("min_p", -1, "must be between 0 and 1, got -1"),
+        ("top_k", 10**400, "must be between 0 and 2147483647, got a number of 1329 bits"),
+    ],
+)
+def test_a_refusal_says_what_is_permitted(field, value, problem):
+    with pytest.raises(BadRequest) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.problem == problem
 
 
 @pytest.mark.parametrize("bad", [-1, 258, 2**70])

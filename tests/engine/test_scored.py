@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from tests.engine.test_engine import GREEDY, prompt
 from tests.support.engine.engines import fake_engine, run_all
 

@@ -11,7 +11,8 @@ import pytest
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, GenerationFailed, ModelError, Unavailable
 from kvloom.contract.messages import Batch, StepOutput
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.ranks import RankExecutor
 from kvloom.engine.thread import EngineThread

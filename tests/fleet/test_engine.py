@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kvloom.contract.errors import BadRequest, GenerationFailed, Overloaded, Unavailable
 from kvloom.contract.images import Image, Sight
-from kvloom.contract.request import FinishReason, Request, SamplingParams
+from kvloom.contract.request import FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.schedule.blocks import adapter_salt, extend_chain
 from kvloom.fleet.engine import FleetEngine, Way, Ways
 from kvloom.fleet.routing.board import Board

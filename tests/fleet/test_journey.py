@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
+from kvloom.contract.request import Delta, FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.fleet.journey import MAX_MOVES, Journey, with_seed
 from kvloom.rank.fake import fake_answer
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
+from kvloom.contract.request import Delta, FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.feed import Feed
 from kvloom.fleet.args import FleetArgs, Mock
 from kvloom.fleet.engine import FleetEngine, Way, Ways

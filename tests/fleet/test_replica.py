@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import FinishReason, Request, SamplingParams
+from kvloom.contract.request import FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.fleet.args import FleetArgs, Mock
 from kvloom.fleet.figures import sum_of
 from kvloom.fleet.plan import make_plan

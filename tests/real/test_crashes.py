@@ -15,7 +15,8 @@ import pytest
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.config import EngineConfig
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.text.tokenizer import Tokenizer
 from kvloom.engine.thread import EngineThread
 from kvloom.rank.opening import open_engine

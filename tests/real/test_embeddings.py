@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvloom.contract.pooling import POOLINGS
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from tests.real.test_transformers import PROMPTS
 from tests.support.engine.engines import run_all
 

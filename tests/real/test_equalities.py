@@ -6,7 +6,8 @@ import pytest
 
 import ems
 from kvloom.contract.config import TierConfig
-from kvloom.contract.request import Delta, Request, SamplingParams
+from kvloom.contract.request import Delta, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.rank.tier.tier import with_tier
 from tests.real.model import RealModel, open_real

@@ -11,7 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from tests.support.engine.engines import run_all, tokens_of
 from tests.support.lazily import lazily
 from tests.support.models.adapters import make_adapter

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 from jsonschema_rs import validate
 
-from kvloom.contract.request import FinishReason, Request, SamplingParams
+from kvloom.contract.request import FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.chat.grammars import json_grammar
 from tests.real.model import RealModel
 from tests.support.engine.engines import run_all, text_of, tokens_of

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 from jsonschema_rs import validate
 
-from kvloom.contract.request import FinishReason, Request, SamplingParams
+from kvloom.contract.request import FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.chat.events import ToolCallArguments, ToolCallStart
 from kvloom.server.chat.form import KNOWN
 from kvloom.server.chat.output import ChatOutput

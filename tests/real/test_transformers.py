@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from tests.support.engine.engines import run_all, tokens_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import Batch, Runner
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.executor import InProcessExecutor, RankDied

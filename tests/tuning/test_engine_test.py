@@ -9,7 +9,7 @@ import pytest
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import fake_answer
 from kvloom.tuning.drive import drive
 from tests.support.configs import mock_document

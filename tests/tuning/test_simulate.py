@@ -15,7 +15,8 @@ from kvloom.cli import app
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Batch, StepOutput
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.executor import InProcessExecutor, max_submitted
 from kvloom.engine.schedule.cost import Load

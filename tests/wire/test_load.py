@@ -12,7 +12,7 @@ import aiohttp
 import httpx
 import pytest
 
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import EOS_ID, fake_answer
 from kvloom.server.errors import family_of
 from tests.support.servers import FakeServer, fake_server

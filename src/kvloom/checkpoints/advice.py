@@ -13,22 +13,17 @@ from kvloom.checkpoints.files import read_object
 from kvloom.checkpoints.finding import find_weights
 from kvloom.checkpoints.metadata import read_header
 from kvloom.contract.errors import BadRequest, ModelError
-from kvloom.contract.request import SamplingAdvice, SamplingParams
+from kvloom.contract.sampling import OFF, ROWS, SamplingParams
 
 log = logging.getLogger(__name__)
 
 FOLDER_FILE = "generation_config.json"
-_GGUF_KEYS = {  # SamplingAdvice's names -> llama.cpp's
-    "temperature": "general.sampling.temp",
-    "top_k": "general.sampling.top_k",
-    "top_p": "general.sampling.top_p",
-    "min_p": "general.sampling.min_p",
-    "repetition_penalty": "general.sampling.penalty_repeat",
-}
+_GGUF_KEYS = {name: f"general.sampling.{row.gguf}" for name, row in ROWS.items() if row.gguf}
 
 
-def sampling_advice(model: str) -> SamplingAdvice:
-    """The advice of a Hugging Face folder or a GGUF file; empty for anything else, and for files without any.
+def sampling_advice(model: str) -> Mapping[str, float]:
+    """The advice of a Hugging Face folder or a GGUF file, by SamplingParams' names; empty for anything else, and for
+    files without any.
 
     Values that no request could have are dropped, which is logged.
     """
@@ -41,15 +36,15 @@ def sampling_advice(model: str) -> SamplingAdvice:
             path = path / FOLDER_FILE
             stated = read_object(path)
         else:
-            return SamplingAdvice()
+            return {}
     except ModelError as problem:
         log.warning("%s", problem)
-        return SamplingAdvice()
-    return SamplingAdvice(**_usable(stated, path))
+        return {}
+    return _usable(stated, path)
 
 
 def _usable(stated: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The stated values that are valid, by SamplingAdvice's names."""
+    """The stated values that are valid, by SamplingParams' names."""
     found: dict[str, Any] = {}
     for name in _GGUF_KEYS:
         value = stated.get(name)
@@ -61,7 +56,7 @@ def _usable(stated: Mapping[str, Any], path: Path) -> dict[str, Any]:
             value = float(f"{value:.7g}")  # GGUF's floats have 32 bits
         given: dict[str, Any] = {name: value}
         try:
-            if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
+            if isinstance(value, bool) or not isinstance(value, int | type(OFF[name])):
                 raise BadRequest(name, "must be a number")
             SamplingParams(**given)
         except BadRequest as problem:

@@ -7,33 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import ROWS, SamplingParams, is_asked
 
-# SamplingParams that every engine has: they are the server's own work, or the minimum of any model
-ALWAYS = frozenset({"temperature", "max_tokens", "include_stop", "skip_special_tokens"})
-_ASKED: Mapping[str, Callable[[SamplingParams], object]] = {
-    "top_k": lambda p: p.top_k,
-    "top_p": lambda p: p.top_p != 1,
-    "min_p": lambda p: p.min_p,
-    "typical_p": lambda p: p.typical_p != 1,
-    "repetition_penalty": lambda p: p.repetition_penalty != 1,
-    "frequency_penalty": lambda p: p.frequency_penalty,
-    "presence_penalty": lambda p: p.presence_penalty,
-    "logit_bias": lambda p: p.logit_bias,
-    "min_tokens": lambda p: p.min_tokens,
-    "stop": lambda p: p.stop,
-    "stop_token_ids": lambda p: p.stop_token_ids,
-    "ignore_eos": lambda p: p.ignore_eos,
-    "seed": lambda p: p.seed is not None,
-    "logprobs": lambda p: p.logprobs is not None,
-    "prompt_logprobs": lambda p: p.prompt_logprobs is not None,
-    "scored_from": lambda p: p.scored_from,
-    "logprob_ids": lambda p: p.logprob_ids,
-    "watermark": lambda p: p.watermark,
-    "grammar": lambda p: p.grammar,
-    "reasoning_end": lambda p: p.reasoning_end,
-    "max_reasoning_tokens": lambda p: p.max_reasoning_tokens is not None,
-}
+ALWAYS = frozenset(name for name, row in ROWS.items() if row.is_always)
 
 
 class Asked(Protocol):
@@ -64,11 +40,9 @@ _BESIDE: Mapping[str, Callable[[Asked], object]] = {
     "kv_transfer": lambda a: a.gives_kv or a.kv_location,
 }
 BESIDE = (*_BESIDE, "adapter")
-FEATURES = (*_ASKED, *BESIDE)
+FEATURES = (*(name for name in ROWS if name not in ALWAYS), *BESIDE)
 _NAMES = {
-    "grammar": "response_format",
-    "reasoning_end": "response_format",
-    "max_reasoning_tokens": "thinking",
+    **{name: row.word for name, row in ROWS.items() if row.word},
     "pooling": "input",
     "generation": "prompt",
     "adapter": "model",
@@ -82,9 +56,9 @@ def check_capable(lacks: Mapping[str, str], asked: Asked, adapter: object) -> No
     `adapter`: truthy when one is asked for.
     """
     for name, why in lacks.items():
-        if name in _ASKED:
-            is_asked = _ASKED[name](asked.params)
+        if name in ROWS:
+            is_wanted: object = is_asked(asked.params, name)
         else:
-            is_asked = adapter if name == "adapter" else _BESIDE[name](asked)
-        if is_asked:
+            is_wanted = adapter if name == "adapter" else _BESIDE[name](asked)
+        if is_wanted:
             raise BadRequest(_NAMES.get(name, name), f"the engine of this model cannot do it: {why}")

@@ -17,7 +17,7 @@ from kvloom.contract.messages import (
     Ready,
     UnloadAdapter,
 )
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 
 
 class HostSetup(msgspec.Struct, array_like=True):

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvloom.contract.config import EngineConfig
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 
 Progress = Callable[[int, int], None]  # called with bytes loaded so far, and bytes in all
 

@@ -1,7 +1,6 @@
-"""What goes into the engine and what comes out: SamplingParams, Request, Delta."""
+"""What goes into the engine and what comes out: Request, Delta."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import msgspec
@@ -9,6 +8,7 @@ import msgspec
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.images import Sight
 from kvloom.contract.pooling import POOLINGS, modes_of
+from kvloom.contract.sampling import PLAIN, SamplingParams
 
 
 class FinishReason(Enum):
@@ -19,111 +19,6 @@ class FinishReason(Enum):
     LENGTH = "length"  # max_tokens or the context is exhausted
     ABORT = "abort"  # the caller cancelled
     ERROR = "error"  # the model failed; Delta.error says how
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token is chosen and when to stop. Neutral values switch a rule off.
-
-    temperature 0 is greedy, and so is one below GREEDY_BELOW. top_k 0, top_p 1, min_p 0, typical_p 1, penalties 0
-    (repetition 1) are off.
-    logprobs: None = none, 0 = of the chosen token only, n = and of the n most likely ones (at most 20);
-    prompt_logprobs likewise for every prompt token from position scored_from on; those before it may come from the
-    cache. Log-probabilities are of the raw distribution.
-    seed None = drawn by the engine. max_tokens None = until the context is full.
-    Raises BadRequest when a value is outside its range.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop: bool = False  # keep the stop string in the text
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    scored_from: int = 0
-    # tokens whose log-probability is reported in addition to the most likely ones, with logprobs; with max_tokens 0
-    # that of following the prompt
-    logprob_ids: tuple[int, ...] = ()
-    skip_special_tokens: bool = True
-    watermark: bool = False
-    grammar: str = ""  # grammar of the answer in llguidance's form; "" = unrestricted
-    reasoning_end: str = ""  # ends the reasoning with which the answer begins; then the grammar begins
-    max_reasoning_tokens: int | None = None  # reasoning tokens before reasoning_end is forced; None = no limit
-
-    def __post_init__(self) -> None:
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:  # NaN fails the comparison too
-                raise BadRequest(name, f"must be between {low:.15g} and {high:.15g}, got {_number(value)}")
-        if self.top_p <= 0 or self.typical_p <= 0 or self.repetition_penalty <= 0:
-            name = "top_p" if self.top_p <= 0 else "typical_p" if self.typical_p <= 0 else "repetition_penalty"
-            raise BadRequest(name, "must be above 0")
-        if any(not text for text in self.stop):
-            raise BadRequest("stop", "a stop string must not be empty")
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken, so no seed matters."""
-        return self.temperature < GREEDY_BELOW or self.top_k == 1
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingAdvice:
-    """Sampling parameters that a model's makers recommend, used where a request does not set them; None = no advice.
-
-    Ranges as in SamplingParams.
-    """
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-    def __str__(self) -> str:
-        """The advice, for people."""
-        said = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return ", ".join(f"{name} {value:g}" for name, value in said if value is not None)
-
-
-def _number(value: float) -> str:
-    """For people; an integer may be too large for a float."""
-    return (
-        f"{value:.15g}" if isinstance(value, float) or abs(value) < 2**64 else f"a number of {value.bit_length()} bits"
-    )
-
-
-MAX_LOGPROBS = 20
-GREEDY_BELOW = 1e-5  # lower temperatures only choose among equal logits, and overflow float32
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("temperature", 0, 100),
-    ("top_k", 0, 2**31 - 1),
-    ("top_p", 0, 1),
-    ("min_p", 0, 1),
-    ("typical_p", 0, 1),
-    ("repetition_penalty", 0, 100),
-    ("frequency_penalty", -2, 2),
-    ("presence_penalty", -2, 2),
-    ("max_tokens", 0, 2**31 - 1),
-    ("min_tokens", 0, 2**31 - 1),
-    ("max_reasoning_tokens", 0, 2**31 - 1),
-    ("seed", -(2**63), 2**64 - 1),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
-    ("scored_from", 0, 2**31 - 1),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +51,7 @@ class Request:
 
     id: str
     prompt_ids: tuple[int, ...]
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = PLAIN
     cache_salt: str = ""  # requests of different salts share no prefix blocks
     tenant: str = ""  # owner of the request; fairness is between tenants
     priority: int = 0  # 1 (most urgent) to 5, 0 = none given; custom planners may define it differently

@@ -1,13 +1,14 @@
 """RequestId, SamplingParams, InferenceRequest and InferenceResponse (spec 3.3.1.1 and 3.3.1.2)."""
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from kvloom.contract import request as engine_request
+from kvloom.contract import sampling as engine_sampling
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine_api.codes import OK, Code, DataType, InferResponseEndFlag, Status, TensorType
@@ -126,29 +127,20 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
 
-    topK, topP, typicalP = _alias("top_k"), _alias("top_p"), _alias("typical_p")
-    doSample, repetitionPenalty = _alias("do_sample"), _alias("repetition_penalty")
-    frequencyPenalty, presencePenalty = _alias("frequency_penalty"), _alias("presence_penalty")
-
-    def to_engine(self) -> engine_request.SamplingParams:
+    def to_engine(self) -> engine_sampling.SamplingParams:
         """Raises BadRequest naming the field that is out of range or not a number. numpy's numbers are accepted."""
         seed = _whole("seed", self.seed)
         if not 0 <= seed <= _MAX_UINT32:
             raise BadRequest("seed", f"must be between 0 and {_MAX_UINT32}, got {seed}")
-        params = engine_request.SamplingParams(
-            top_k=_whole("top_k", self.top_k),
-            seed=seed or None,
-            watermark=bool(self.watermark),
-            temperature=_real("temperature", self.temperature),
-            top_p=_real("top_p", self.top_p),
-            typical_p=_real("typical_p", self.typical_p),
-            repetition_penalty=_real("repetition_penalty", self.repetition_penalty),
-            frequency_penalty=_real("frequency_penalty", self.frequency_penalty),
-            presence_penalty=_real("presence_penalty", self.presence_penalty),
-        )
+        given = {name: read(name, getattr(self, name)) for name, read in _READERS.items()}
+        params = engine_sampling.SamplingParams(**{**given, "seed": seed or None})
         return params if self.do_sample else replace(params, temperature=0.0)
 
 
+_READ: Mapping[Any, Callable[[str, Any], Any]] = {int: _whole, float: _real, bool: lambda _, value: bool(value)}
+_READERS = {each.name: _READ[each.type] for each in fields(SamplingParams) if each.name in engine_sampling.ROWS}
+for _name in (each.name for each in fields(SamplingParams) if "_" in each.name):  # C++'s topK for top_k
+    setattr(SamplingParams, _name[0] + _name.title().replace("_", "")[1:], _alias(_name))
 GREEDY = SamplingParams()
 
 

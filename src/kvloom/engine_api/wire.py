@@ -18,8 +18,8 @@ names.
 """
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,8 @@ from kvloom.engine_api.tensors import Input
 PROTOCOL = 1  # the same as in cpp/wire.hpp
 MAX_MESSAGE_BYTES = 64 << 20
 LENGTH = struct.Struct("=I")
-_SAMPLING = "fIff?If?ff"  # the fields of SamplingParams, in order
+_LETTERS: Mapping[Any, str] = {float: "f", int: "I", bool: "?"}
+_SAMPLING = "".join(_LETTERS[each.type] for each in fields(SamplingParams))  # in the order of C++'s
 
 
 class WireError(Exception):

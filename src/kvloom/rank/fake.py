@@ -28,7 +28,7 @@ from kvloom.contract.messages import (
     StepOutput,
     Work,
 )
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.byte_tokenizer import EOS_ID as EOS_ID
 from kvloom.rank.byte_tokenizer import VOCAB_SIZE as VOCAB_SIZE
 from kvloom.rank.byte_tokenizer import ByteTokenizer as ByteTokenizer

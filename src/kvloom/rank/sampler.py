@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvloom.contract.messages import Logprob
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.grammar.reasoning import Guide
 from kvloom.rank.kernels.backend import Draw, Floats, Ids, most_likely
 

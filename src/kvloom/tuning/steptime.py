@@ -12,7 +12,8 @@ import numpy as np
 
 from kvloom.contract.config import EngineConfig, Limits
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.cost import Load, load_of

@@ -8,14 +8,14 @@ from typing import Any
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.hosted import Start
 from kvloom.contract.messages import Logprob
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import ROWS, SamplingParams
 
 # features of capabilities.FEATURES that vLLM lacks, however it was started
-LACKS: Mapping[str, str] = {
-    "typical_p": "vLLM has no typical sampling",
-    "watermark": "vLLM's watermarks are not those of the text generation interface",
-    "max_reasoning_tokens": "a limit of reasoning tokens is not passed on to vLLM",
-    "reasoning_end": "vLLM has no grammar that begins behind the reasoning; turn reasoning off, or the format",
+LACKS: Mapping[str, str] = {name: row.lacks_vllm for name, row in ROWS.items() if row.lacks_vllm}
+_PASSED = {  # our names -> vLLM's
+    name: row.vllm or name
+    for name, row in ROWS.items()
+    if row.kind in ("shapes", "cuts") and not row.is_composed and name not in LACKS
 }
 
 
@@ -38,13 +38,7 @@ def sampling_fields(order: Start, eos_ids: Sequence[int]) -> dict[str, Any]:
         raise BadRequest("logprobs", "must be 0 where the log-probabilities of given tokens are asked for, with vLLM")
     ends = [*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)]
     return {
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "presence_penalty": params.presence_penalty,
+        **{theirs: getattr(params, name) for name, theirs in _PASSED.items()},
         "logit_bias": dict(params.logit_bias) or None,
         "max_tokens": max(1, order.max_tokens),
         "min_tokens": min(params.min_tokens, max(1, order.max_tokens)),

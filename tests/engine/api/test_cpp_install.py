@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine_api.build import LIBRARY
 from kvloom.rank.fake import fake_answer
 from tests.support.compiling import cache_with, compiled, hasty_compiler

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvloom.contract.errors import ModelError
-from kvloom.contract.request import GREEDY_BELOW
+from kvloom.contract.sampling import GREEDY_BELOW
 from kvloom.rank.kernels import build
 from kvloom.rank.kernels.backend import CHOICE, Head, Ragged
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions

@@ -12,7 +12,8 @@ import pytest
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, GenerationFailed, ModelError, ServingError, Unavailable
-from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
+from kvloom.contract.request import Delta, FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.hosted.engine import GUILTY
 from kvloom.engine.hosted.going_on import OTHERWISE
 from kvloom.engine.thread import EngineThread

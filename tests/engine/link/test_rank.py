@@ -7,7 +7,7 @@ import threading
 from kvloom.contract.capacity import AHEAD, Ahead
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import Batch, Done, NewSeq, RankMessage, RankSetup, Ready, Transfer, Work
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.link.channel import Channel
 from kvloom.rank import main as rank
 

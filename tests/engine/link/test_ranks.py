@@ -17,7 +17,8 @@ from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.messages import Batch, RankInfo, RankMessage, RankSetup, Ready
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.ranks import RankExecutor

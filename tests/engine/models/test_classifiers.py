@@ -14,7 +14,8 @@ from kvloom.contract.capabilities import check_capable
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.pooling import scores
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 from tests.support.engine.engines import engine_over, run_all

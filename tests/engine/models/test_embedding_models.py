@@ -15,7 +15,8 @@ from kvloom.checkpoints.embedding.dense import dense_of_folder
 from kvloom.contract.capabilities import check_capable
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 from tests.engine.weights.test_gguf import write

@@ -17,7 +17,8 @@ from kvloom.contract.capabilities import check_capable
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.pooling import POOLINGS, modes_of
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.gewu.protocol.messages import Open
 from kvloom.gewu.worker.main import open_worker

@@ -13,7 +13,8 @@ from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.capabilities import check_capable
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner

@@ -6,7 +6,8 @@ import pytest
 
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.pooling import POOLINGS, unit
-from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
+from kvloom.contract.request import Delta, FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import fake_answer, fake_embedding
 from tests.support.engine.engines import drain, fake_engine, run_all, tokens_of
 

@@ -11,7 +11,8 @@ import torch
 
 from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.errors import ModelError
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.rank.loading import open_runner
 from kvloom.rank.main import open_runner as open_rank

@@ -6,7 +6,8 @@ import pytest
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.config import EngineConfig
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.rank.loading import open_runner, reach_of
 from kvloom.rank.runner import ModelRunner

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from kvloom.checkpoints.lora import read_adapter
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.adapters import NEVER, last_of
 from kvloom.rank.fake import adapter_mark, fake_next
 from kvloom.rank.loading import open_runner

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from kvloom.contract.config import TierConfig
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.messages import Moved, RankInfo, Transfer
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import fake_answer
 from kvloom.rank.host_cache import SwapCache
 from kvloom.rank.kernels.backend import Backend

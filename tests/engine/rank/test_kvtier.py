@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Moved, Transfer
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.schedule.blocks import extend_chain
 from kvloom.engine.schedule.transfers import Moves

@@ -12,7 +12,8 @@ import pytest
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, NotFound, Unavailable
-from kvloom.contract.request import FinishReason, Request, SamplingParams
+from kvloom.contract.request import FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.adapters import MAX_ADAPTERS
 from kvloom.engine.engine import Engine
 from kvloom.engine.schedule.blocks import adapter_salt, extend_chain

@@ -7,7 +7,8 @@ from msgspec.structs import replace
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Batch, NewSeq, Work
-from kvloom.contract.request import Delta, Request, SamplingParams
+from kvloom.contract.request import Delta, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.loading import open_runner

@@ -6,7 +6,8 @@ import pytest
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError, OutOfMemory
 from kvloom.contract.messages import Batch
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.schedule import scheduler
 from kvloom.rank.host_cache import SwapCache

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.contract.request import GREEDY_BELOW, SamplingParams
+from kvloom.contract.sampling import GREEDY_BELOW, SamplingParams
 from kvloom.rank import sampler
 from kvloom.rank.kernels.backend import most_likely
 from kvloom.rank.sampler import History, choice_of, log_softmax, num_candidates, sample, sample_top, uniforms

@@ -11,7 +11,7 @@ import torch
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import Batch, NewSeq, Work
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.link.executor import RankDied
 from kvloom.rank import main as rank
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions

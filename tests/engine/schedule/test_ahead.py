@@ -7,7 +7,8 @@ import pytest
 
 from kvloom.contract.config import EngineConfig, Limits
 from kvloom.contract.messages import Batch, Done, Failed, RankMessage, StepOutput, Work
-from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
+from kvloom.contract.request import Delta, FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.executor import InProcessExecutor, RankDied

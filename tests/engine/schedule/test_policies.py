@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from kvloom.contract.config import EngineConfig, Limits
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.commit import apply_step, check, commit_step, release_seq, swap_out
 from kvloom.engine.schedule.policies import (

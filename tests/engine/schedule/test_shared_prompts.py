@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from kvloom.contract.config import Limits
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.schedule.blocks import BlockPool, extend_chain
 from kvloom.engine.schedule.commit import apply_step, check, commit_step
 from kvloom.engine.schedule.scheduler import Circumstances, plan_step

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from kvloom.contract.config import EngineConfig, Limits
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Work
-from kvloom.contract.request import FinishReason, Request, SamplingParams
+from kvloom.contract.request import FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.commit import apply_step, check, commit_step
 from kvloom.engine.schedule.lookup import PromptLookup

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvloom.contract.config import Limits
 from kvloom.contract.messages import Batch
-from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
+from kvloom.contract.request import Delta, FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import GUILTY
 from kvloom.engine.link.executor import RankDied
 from kvloom.engine.schedule.blocks import BlockPool

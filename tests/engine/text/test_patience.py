@@ -6,7 +6,8 @@ from concurrent.futures import Future
 import pytest
 
 from kvloom.contract.config import EngineConfig
-from kvloom.contract.request import Delta, Request, SamplingParams
+from kvloom.contract.request import Delta, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.rank.fake import VOCAB_SIZE, ByteTokenizer, FakeRunner
 from kvloom.rank.grammar.guides import Guides, Patience

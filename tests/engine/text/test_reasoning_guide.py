@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.contract.request import FinishReason, Request, SamplingParams
+from kvloom.contract.request import FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import EOS_ID, VOCAB_SIZE, ByteTokenizer
 from kvloom.rank.grammar.guides import Guides
 from kvloom.rank.grammar.reasoning import EndMark, ReasoningGuide

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.contract.request import FinishReason, SamplingParams
+from kvloom.contract.request import FinishReason
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.text.stop import Ends, StopStrings, finish_of
 
 EOS = frozenset({2})

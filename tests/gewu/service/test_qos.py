@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.contract.config import EngineConfig, Limits
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.executor import InProcessExecutor
 from kvloom.engine.schedule.blocks import BlockPool

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.byte_tokenizer import VOCAB_SIZE
 from kvloom.rank.grammar.guides import Guides
 from kvloom.server.chat.style import form_of, led

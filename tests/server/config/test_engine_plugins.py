@@ -11,7 +11,7 @@ import pytest
 from kvloom.contract import capabilities
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.opening import open_ranks
 from kvloom.server.config import backends
 from tests.support.models.byte_folder import make_byte_folder

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvloom.contract.request import Delta, FinishReason, SamplingParams
+from kvloom.contract.request import Delta, FinishReason
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.request import PreparedChat
 from kvloom.server.chat.style import form_of

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.contract.request import Delta, FinishReason, SamplingParams, TokenLogprob
+from kvloom.contract.request import Delta, FinishReason, TokenLogprob
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.server.chat.form import HERMES, THINK, ChatForm
 from kvloom.server.chat.request import PreparedChat

@@ -8,7 +8,8 @@ import pytest
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import GenerationFailed, ServingError
-from kvloom.contract.request import Delta, FinishReason, SamplingParams
+from kvloom.contract.request import Delta, FinishReason
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.errors import BUG_TEXT
 from kvloom.server.http.job import Folding, Job, answer
 from kvloom.server.http.reply import Reply

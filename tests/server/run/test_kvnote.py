@@ -4,7 +4,6 @@ import pytest
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import RankInfo
-from kvloom.contract.request import SamplingAdvice
 from kvloom.server.run.kvnote import advice_note, form_note, kv_note, weights_note
 from kvloom.server.serving.card import ModelCard
 from tests.support.models.templates import HERMES, TemplateTokenizer
@@ -44,9 +43,9 @@ def test_it_tells_how_the_weights_are_kept():
 
 
 def test_it_tells_how_it_is_sampled_where_requests_do_not_say():
-    note = advice_note("m", SamplingAdvice(temperature=0.6, top_k=20))
+    note = advice_note("m", {"temperature": 0.6, "top_k": 20})
     assert note == "m: where a request does not say, temperature 0.6, top_k 20, as its files advise.\n"
-    assert advice_note("m", SamplingAdvice()) == ""
+    assert advice_note("m", {}) == ""
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from ems.native.build import BLOCKS
 from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.messages import Moved, Transfer
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.thread import EngineThread
 from kvloom.pool.auth import new_credential
 from kvloom.rank.fake import ByteTokenizer, fake_answer

@@ -14,7 +14,7 @@ import pytest
 
 from kvloom.checkpoints.lora import read_adapter
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import ByteTokenizer, fake_answer
 from kvloom.server.config.settings import load_settings
 from kvloom.server.serving.options import WireOptions

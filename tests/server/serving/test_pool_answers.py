@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.errors import ModelError
-from kvloom.contract.request import Delta, Request, SamplingParams
+from kvloom.contract.request import Delta, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.stats import Stats
 from kvloom.pool.agent import Agent

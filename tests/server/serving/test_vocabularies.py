@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from jsonschema_rs import validate
 
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.text.tokenizer import Tokenizer
 from kvloom.rank.grammar.guides import Guides
 from tests.support.models.vocabularies import KINDS, vocabulary

@@ -8,7 +8,8 @@ from typing import Any
 from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.errors import ModelError
 from kvloom.contract.messages import AdapterInfo, Batch, Runner, StepOutput
-from kvloom.contract.request import Delta, Request, SamplingParams
+from kvloom.contract.request import Delta, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.executor import InProcessExecutor, RankDied, max_submitted
 from kvloom.rank.fake import ByteTokenizer, FakeRunner, fake_answer

@@ -1,6 +1,6 @@
 """Checks a text against a grammar with the engine's guides."""
 
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import EOS_ID, VOCAB_SIZE, ByteTokenizer
 from kvloom.rank.grammar.guides import Guides
 

@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 from kvloom.contract.config import EngineConfig
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.executor import Executor
 from kvloom.engine.link.ranks import RankExecutor

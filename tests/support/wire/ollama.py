@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import ByteTokenizer, fake_answer
 from tests.support.servers import MODEL, FakeServer
 

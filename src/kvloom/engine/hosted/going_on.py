@@ -7,7 +7,7 @@ must produce the same tokens.
 
 from dataclasses import replace
 
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import ROWS, SamplingParams, is_asked
 
 OTHERWISE = (
     "the model's process died, and the one after it did not make the same answer again: it cannot go on; "
@@ -15,10 +15,12 @@ OTHERWISE = (
 )
 
 
+_COUNTING = tuple(name for name, row in ROWS.items() if row.counts_answer)
+
+
 def follows(params: SamplingParams) -> bool:
     """Whether the next token depends on the tokens so far and on nothing else."""
-    counts_answer = params.frequency_penalty or params.presence_penalty
-    return params.is_greedy and not counts_answer and not params.grammar and not params.reasoning_end
+    return params.is_greedy and not any(is_asked(params, name) for name in _COUNTING)
 
 
 def behind(params: SamplingParams, num_tokens: int) -> SamplingParams:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from kvloom.contract.request import FinishReason, SamplingParams
+from kvloom.contract.request import FinishReason
+from kvloom.contract.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from kvloom.checkpoints.footprint import STORED
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError, ServingError
 from kvloom.contract.messages import Progress
-from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
+from kvloom.contract.request import Delta, FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.channel import Channel

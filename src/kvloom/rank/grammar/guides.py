@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.rank.grammar.reasoning import EndMark, Guide, Mask, ReasoningGuide
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.images import Sight
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.chat.content import Content, joined
 from kvloom.server.chat.place import DIRECT
 from kvloom.server.chat.request import ChatRequest, lead, rendered

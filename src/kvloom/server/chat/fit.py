@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.chat.content import sources_of
 from kvloom.server.chat.request import ChatRequest, PreparedChat, prepare
 from kvloom.server.errors import PromptTooLong

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.images import Sight
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.text.marks import Marks
 from kvloom.server.chat.channels import Begun, ChannelReader
 from kvloom.server.chat.content import joined, sources_of, text_of, with_parts, with_texts

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloom.contract.config import TierConfig
+from kvloom.contract.sampling import advice_text
 from kvloom.server.config.keys import LAYOUT_1, keys_of
 from kvloom.server.config.settings import ServerConfig
 from kvloom.server.serving.card import ModelCard
@@ -59,7 +60,7 @@ def _model(card: ModelCard) -> dict[str, Any]:
     engine["plugin_options"] = ", ".join(card.engine.plugin_options)  # a value may be a secret
     return {
         **_plain(card, "engine", "advice"),
-        "advice": str(card.advice),
+        "advice": advice_text(card.advice),
         **engine,
         **({} if tier is None else _tier(tier)),
     }

@@ -9,8 +9,10 @@ from typing import Annotated
 import msgspec
 
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import FinishReason, SamplingParams
+from kvloom.contract.request import FinishReason
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.dialects.constraints import Constraints
+from kvloom.server.dialects.sampling import Named
 from kvloom.server.errors import PromptTooLong
 from kvloom.server.serving.generation import MAX_CHOICES, Generation
 from kvloom.server.serving.prompts import encode_text, request_limit
@@ -53,6 +55,10 @@ class Parameters(Constraints, kw_only=True):
     def asked_tokens(self) -> int | None:
         """The most tokens that the body asks for."""
         return self.max_tokens if self.max_new_tokens is None else self.max_new_tokens
+
+
+_NAMED = Named(Parameters)
+_CUTS = _NAMED.of_kinds(("cuts",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,31 +164,25 @@ def refuse_best_of(params: Parameters) -> None:
 
 
 def _sampling(params: Parameters, rules: Rules, max_tokens: int, has_logprobs: bool) -> SamplingParams:
-    """As TGI: any of temperature (not 1), top_k, top_p or typical_p samples, even without do_sample.
+    """As TGI: any of temperature (not 1) and what cuts tokens off samples, even without do_sample.
 
     Raises BadRequest in TGI's words.
     """
     _check(params, rules)
-    shapers = (params.top_k or None, params.top_p, params.typical_p)
-    is_shaped = params.temperature not in (None, 1.0) or any(value is not None for value in shapers)
-    is_sampling = (bool(params.do_sample) or is_shaped) and params.temperature != 0
+    given = _NAMED.given(params)
+    temperature = given.get("temperature", 1.0)
+    is_shaped = temperature != 1.0 or any(given.get(name) for name in _CUTS)
+    is_sampling = (bool(params.do_sample) or is_shaped) and temperature != 0
     if (params.best_of or 1) > 1 and not is_sampling:
         raise invalid("you must use sampling when `best_of` is > 1")
-    temperature = 1.0 if params.temperature is None else params.temperature
-    return SamplingParams(
+    return _NAMED.params(
+        params,
         temperature=temperature if is_sampling else 0.0,
-        top_k=params.top_k or 0,
-        top_p=1.0 if params.top_p is None else params.top_p,
-        typical_p=1.0 if params.typical_p is None else params.typical_p,
-        repetition_penalty=1.0 if params.repetition_penalty is None else params.repetition_penalty,
-        frequency_penalty=params.frequency_penalty or 0.0,
         max_tokens=max_tokens,
         stop=tuple(params.stop or ()),
         include_stop=True,
-        seed=params.seed,
         logprobs=(params.top_n_tokens or 0) if has_logprobs else None,
         prompt_logprobs=0 if params.decoder_input_details else None,
-        watermark=bool(params.watermark),
         grammar=params.answer_grammar("parameters."),
     )
 

@@ -11,7 +11,8 @@ from typing import Protocol
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvloom.contract.request import FinishReason, SamplingParams
+from kvloom.contract.request import FinishReason
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.observe.timing import Timing
 
 FINISH_NAMES = {

@@ -1,9 +1,11 @@
 """Notes at startup: how a model is sampled and how it writes, and the memory of its weights and its keys and values."""
 
+from collections.abc import Mapping
+
 from kvloom.contract.capacity import AHEAD
 from kvloom.contract.config import BACKENDS, EngineConfig
 from kvloom.contract.messages import RankInfo
-from kvloom.contract.request import SamplingAdvice
+from kvloom.contract.sampling import advice_text
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.server.chat.style import form_of
 from kvloom.server.serving.card import ModelCard
@@ -15,9 +17,9 @@ def weights_note(name: str, info: RankInfo) -> str:
     return f"{name}: weights {info.held_as}{size}.\n" if info.held_as else ""
 
 
-def advice_note(name: str, advice: SamplingAdvice) -> str:
+def advice_note(name: str, advice: Mapping[str, float]) -> str:
     """A line with the default sampling parameters from the model's files; "" when these have none."""
-    said = str(advice)
+    said = advice_text(advice)
     return f"{name}: where a request does not say, {said}, as its files advise.\n" if said else ""
 
 

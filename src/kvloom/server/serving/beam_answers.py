@@ -4,7 +4,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from kvloom.contract.request import MAX_LOGPROBS, Delta, FinishReason, Request, SamplingParams
+from kvloom.contract.request import Delta, FinishReason, Request
+from kvloom.contract.sampling import MAX_LOGPROBS, SamplingParams
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.feed import Step
 from kvloom.engine.text.detok import Detokenizer, text_bytes

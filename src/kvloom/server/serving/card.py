@@ -7,7 +7,6 @@ from pathlib import Path
 from kvloom.checkpoints.advice import sampling_advice
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import SamplingAdvice
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class ModelCard:
     message_form: str = ""  # of the chat message that a text to embed is put into: "flat", "structured"; "" = none
     lora_modules: tuple[tuple[str, Path], ...] = ()  # (name, folder) of adapters loaded at the start
     generation_config: str = "auto"  # "auto" = take the sampling advice in the model's files; "none" = do not
-    advice: SamplingAdvice = field(default_factory=SamplingAdvice)
+    advice: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.generation_config not in ("auto", "none"):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvloom.contract.images import Sight
-from kvloom.contract.request import Delta, FinishReason, KvGiven, KvLocation, SamplingParams, TokenLogprob
+from kvloom.contract.request import Delta, FinishReason, KvGiven, KvLocation, TokenLogprob
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.serving.beams import Beams
 
 MAX_CHOICES = 1024  # most answers of one HTTP request

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from contextlib import aclosing
 
 from kvloom.contract.errors import ServingError
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.serving.service import GenerationService
 
 _POLL_S = 0.05

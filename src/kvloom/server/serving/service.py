@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from kvloom.contract.capabilities import check_capable
 from kvloom.contract.errors import BadRequest, ServingError, TimedOut, Unavailable
-from kvloom.contract.request import FinishReason, Request, SamplingParams
+from kvloom.contract.request import FinishReason, Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.feed import Feed, Step
 from kvloom.server.errors import PromptTooLong

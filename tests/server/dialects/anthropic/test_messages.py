@@ -6,7 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvloom.contract.request import Delta, FinishReason, SamplingParams
+from kvloom.contract.request import Delta, FinishReason
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import ByteTokenizer, FakeRunner, fake_answer
 from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.reasoning import ReasoningSplitter

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from jsonschema_rs import validate
 
-from kvloom.contract.request import Delta, FinishReason, SamplingParams
+from kvloom.contract.request import Delta, FinishReason
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.server.chat.events import ChatEvent, ToolCallArguments, ToolCallStart
 from kvloom.server.dialects.ollama import shapes

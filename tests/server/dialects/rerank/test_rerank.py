@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import Request, SamplingParams, TokenLogprob, check_request
+from kvloom.contract.request import Request, TokenLogprob, check_request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.sampler import describe, log_softmax
 from kvloom.server.dialects.rerank.judging import score

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import ByteTokenizer, fake_answer
 from kvloom.server.keeping.store import ResponseStore
 from tests.support.servers import MODEL, FakeServer, fake_server

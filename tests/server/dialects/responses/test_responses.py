@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import ByteTokenizer, FakeRunner, fake_answer
 from kvloom.server.serving.options import WireOptions
 from tests.support.servers import MODEL, FakeServer, fake_server

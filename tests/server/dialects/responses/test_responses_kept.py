@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import ByteTokenizer, FakeRunner, fake_answer
 from kvloom.server.dialects.responses import keeping as responses_keeping
 from kvloom.server.keeping.limits import Limits

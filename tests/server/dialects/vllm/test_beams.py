@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.contract.request import FinishReason, SamplingParams, TokenLogprob
+from kvloom.contract.request import FinishReason, TokenLogprob
+from kvloom.contract.sampling import SamplingParams
 from kvloom.rank.fake import ByteTokenizer, fake_next
 from kvloom.server.serving.beams import Beams, BeamSearch, End, Hypothesis
 from tests.support.servers import FakeServer, fake_server

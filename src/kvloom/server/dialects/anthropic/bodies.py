@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.chat.request import ChatRequest, PreparedChat, prepare, with_beginning
 from kvloom.server.chat.tools import ToolChoice, check_tools
 from kvloom.server.dialects.anthropic.input import Block, Turn, messages_of, system_text, text_of
@@ -20,6 +20,7 @@ from kvloom.server.dialects.anthropic.tools import ToolBody, read_tools
 from kvloom.server.dialects.constraints import Constraints, OutputFormat
 from kvloom.server.dialects.openai.bodies import effort_values
 from kvloom.server.dialects.openai.messages import Said, conversation_of
+from kvloom.server.dialects.sampling import Named, bounds
 from kvloom.server.serving.service import GenerationService
 
 MAX_STOPS = 16
@@ -123,10 +124,10 @@ class MessagesBody(CountBody, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0)]
     stop_sequences: list[str] | None = None
     stream: bool | None = False
-    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: Annotated[float, bounds("temperature", high=1)] | None = None
+    top_p: Annotated[float, bounds("top_p", opens_low=False)] | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Annotated[int, bounds("seed")] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Meta(ge=0, le=5)] | None = None  # 1 the most urgent; 0 = none
 
@@ -137,16 +138,12 @@ class MessagesBody(CountBody, kw_only=True):
             raise BadRequest("stop_sequences", f"takes up to {MAX_STOPS} texts, none of them empty")
         if self.top_p == 0:
             raise BadRequest("top_p", "must be above 0; for greedy answers set temperature to 0")
-        params = SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
-            max_tokens=max(1, self.max_tokens),  # without a token wanted no prompt would be computed
-            stop=tuple(stops),
-            seed=self.seed,
-            ignore_eos=bool(self.ignore_eos),
-        )
+        most = max(1, self.max_tokens)  # without a token wanted no prompt would be computed
+        params = _NAMED.params(self, max_tokens=most, stop=tuple(stops))
         format = None if self.output_config is None else self.output_config.format
         field = "output_config.format"
         own = {} if format is None else {field: partial(format.answer_grammar, field)}
         return replace(params, grammar=self.answer_grammar(own=own))
+
+
+_NAMED = Named(MessagesBody)

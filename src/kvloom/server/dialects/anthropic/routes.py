@@ -3,11 +3,11 @@
 import msgspec
 
 from kvloom.contract.errors import ServingError
-from kvloom.contract.request import SamplingParams
-from kvloom.server.dialects.advised import advised
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.dialects.anthropic.bodies import CountBody, MessagesBody
 from kvloom.server.dialects.anthropic.shapes import MessageWriter, Told
 from kvloom.server.dialects.ids import new_id
+from kvloom.server.dialects.sampling import advised
 from kvloom.server.errors import ErrorReply, anthropic_reply
 from kvloom.server.http.body import decode_body
 from kvloom.server.http.job import Job

@@ -14,15 +14,15 @@ from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.images import Sight
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.chat.content import Content, content_of
 from kvloom.server.chat.fit import prepare_fitting
 from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.request import ChatRequest, PreparedChat, prepare, with_beginning
-from kvloom.server.dialects.advised import advised
 from kvloom.server.dialects.constraints import Constraints
-from kvloom.server.dialects.ollama.options import Options
+from kvloom.server.dialects.ollama.options import NAMED, Options
 from kvloom.server.dialects.openai.tools import CallFunction, ToolBody, read_tools
+from kvloom.server.dialects.sampling import advised, bounds
 from kvloom.server.serving.prompts import encode_text
 from kvloom.server.serving.service import GenerationService
 from kvloom.server.serving.vision.sources import source_of_base64
@@ -59,7 +59,7 @@ class AskingBody(Constraints, kw_only=True):
     truncate: bool | None = None
     shift: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, bounds("logprobs")] | None = None
 
     @property
     def is_streamed(self) -> bool:
@@ -87,7 +87,7 @@ class AskingBody(Constraints, kw_only=True):
         options = self.options or Options()
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         params = options.sampling(service.engine.max_seq_len, logprobs, self.answer_grammar())
-        return advised(params, options, service, repetition_penalty="repeat_penalty")
+        return advised(params, options, service, NAMED.names)
 
     def template_values(self) -> dict[str, Any]:
         """How much to think, as templates know it."""

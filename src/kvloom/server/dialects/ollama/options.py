@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
+from kvloom.server.dialects.sampling import Named, bounds
 
 MAX_STOPS = 16
 Whole = int | float
-Share = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # permitted values of unsupported options: those without effect
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "mirostat": (None, 0),
@@ -33,17 +31,17 @@ class Options(msgspec.Struct, kw_only=True):
 
     num_predict: Whole | None = None  # 0 and less: until the end
     num_ctx: Whole | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    temperature: Annotated[float, bounds("temperature")] | None = None
     top_k: Whole | None = None  # 0 and less: all
-    top_p: Share | None = None
-    min_p: Share | None = None
-    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, bounds("top_p", opens_low=False)] | None = None
+    min_p: Annotated[float, bounds("min_p")] | None = None
+    typical_p: Annotated[float, bounds("typical_p")] | None = None
     seed: Whole | None = None  # -1: drawn
     stop: str | list[str] | None = None
-    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repeat_penalty: Annotated[float, bounds("repetition_penalty")] | None = None
     repeat_last_n: Whole | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    presence_penalty: Annotated[float, bounds("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, bounds("frequency_penalty")] | None = None
     mirostat: Whole | None = None
     tfs_z: float | None = None
     penalize_newline: bool | None = None
@@ -66,12 +64,11 @@ class Options(msgspec.Struct, kw_only=True):
         seed = _whole(self.seed, "seed")
         penalties, stop = self._penalties(max_seq_len), self._stops()
         try:
-            return SamplingParams(
+            return NAMED.params(
+                self,
                 temperature=0.8 if self.temperature is None else self.temperature,
                 top_k=40 if top_k is None else max(0, top_k),
                 top_p=0.9 if self.top_p is None else self.top_p,
-                min_p=self.min_p or 0.0,
-                typical_p=self.typical_p or 1.0,
                 repetition_penalty=penalties.repeat,
                 presence_penalty=penalties.presence,
                 frequency_penalty=penalties.frequency,
@@ -82,7 +79,8 @@ class Options(msgspec.Struct, kw_only=True):
                 grammar=grammar,
             )
         except BadRequest as error:
-            raise BadRequest(f"options.{_NAMES.get(error.field, error.field)}", error.problem) from None
+            name = "num_predict" if error.field == "max_tokens" else NAMED.names.get(error.field, error.field)
+            raise BadRequest(f"options.{name}", error.problem) from None
 
     def _penalties(self, max_seq_len: int) -> "_Penalties":
         """Over the whole context or not at all: Ollama's window of the last n tokens is not supported."""
@@ -110,7 +108,7 @@ class _Penalties:
     frequency: float = 0.0
 
 
-_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
+NAMED = Named(Options, repetition_penalty="repeat_penalty")
 
 
 def _whole(value: Whole | None, name: str) -> int | None:

@@ -12,18 +12,18 @@ from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.numbers import whole
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.chat.request import ChatRequest
 from kvloom.server.dialects.constraints import Constraints
 from kvloom.server.dialects.openai.generation_config import read_generation_config
 from kvloom.server.dialects.openai.kv_transfer import KvTransferParams
 from kvloom.server.dialects.openai.messages import Message, conversation_of
 from kvloom.server.dialects.openai.tools import NamedChoice, ToolBody, read_tools
+from kvloom.server.dialects.sampling import Named, bounds
 from kvloom.server.errors import AnswerTooLong
 
 MAX_STOPS = 4
 MAX_CHOICES = 128
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenId = Annotated[int, Meta(ge=0)]
 
 
@@ -39,20 +39,20 @@ class SamplingBody(Constraints, kw_only=True):
 
     model: str | None = None
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: Annotated[float, bounds("temperature", high=2)] | None = None
+    top_p: Annotated[float, bounds("top_p", opens_low=False)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Annotated[int, bounds("seed")] | None = None
     stop: str | list[str] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
+    frequency_penalty: Annotated[float, bounds("frequency_penalty")] | None = None
+    presence_penalty: Annotated[float, bounds("presence_penalty")] | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    min_p: Annotated[float, bounds("min_p")] | None = None
+    typical_p: Annotated[float, bounds("typical_p")] | None = None
+    repetition_penalty: Annotated[float, bounds("repetition_penalty")] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
@@ -60,7 +60,7 @@ class SamplingBody(Constraints, kw_only=True):
     include_stop_str_in_output: bool | None = None
     priority: Annotated[int, Meta(ge=0, le=5)] | None = None  # 1 the most urgent; 0 = none
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None  # requests of different salts share no cached prompts
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, bounds("prompt_logprobs")] | None = None
     return_token_ids: bool | None = False
     kv_transfer_params: KvTransferParams | None = None
 
@@ -74,26 +74,14 @@ class SamplingBody(Constraints, kw_only=True):
             raise BadRequest("prompt_logprobs", "cannot be streamed; leave out stream or prompt_logprobs")
         if self.top_p is not None and self.top_p == 0:
             raise BadRequest("top_p", "must be above 0; for greedy answers set temperature to 0")
-        return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
+        return _NAMED.params(
+            self,
             top_k=max(0, self.top_k or 0),
-            min_p=self.min_p or 0.0,
-            typical_p=self.typical_p or 1.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
             logit_bias=_logit_bias(self.logit_bias),
             max_tokens=max_tokens,
-            min_tokens=self.min_tokens or 0,
             stop=_stops(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            include_stop=bool(self.include_stop_str_in_output),
-            ignore_eos=bool(self.ignore_eos),
-            seed=self.seed,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            skip_special_tokens=self.skip_special_tokens is not False,
             grammar=self.answer_grammar(),
         )
 
@@ -118,6 +106,9 @@ class SamplingBody(Constraints, kw_only=True):
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
+_NAMED = Named(SamplingBody)
+
+
 def template_values(given: dict[str, Any] | None) -> dict[str, Any]:
     """chat_template_kwargs. Raises BadRequest when they repeat a field of the request."""
     for name in ("messages", "tools", "add_generation_prompt", "self"):
@@ -138,7 +129,7 @@ class ChatBody(SamplingBody, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, bounds("logprobs")] | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = False  # the answer begins with the last message, if that has its role
     add_generation_prompt: bool | None = None  # true unless given, or the final message is continued
@@ -199,7 +190,7 @@ class CompletionBody(SamplingBody, kw_only=True):
     prompt: str | list[str | int | list[TokenId]]
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = False
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, bounds("logprobs")] | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None  # of texts; true unless given
 

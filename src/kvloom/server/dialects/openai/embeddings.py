@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest, ServingError
 from kvloom.contract.pooling import POOLINGS, modes_of, unit
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.dialects.ids import new_id
 from kvloom.server.dialects.openai.bodies import TokenId, texts_or_ids
 from kvloom.server.dialects.openai.shapes import raw_list

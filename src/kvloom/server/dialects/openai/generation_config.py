@@ -6,6 +6,8 @@ import msgspec
 from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest
+from kvloom.contract.sampling import ROWS
+from kvloom.server.dialects.sampling import Named, bounds
 from kvloom.server.http.body import decode_body
 
 FIELD = "generation_config"
@@ -15,23 +17,23 @@ class GenerationConfig(msgspec.Struct, kw_only=True):
     """Those that a request has, too; the others are ignored, as unknown keys of a body are."""
 
     max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: Annotated[float, bounds("temperature", high=2)] | None = None
+    top_p: Annotated[float, bounds("top_p", opens_low=False)] | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    min_p: Annotated[float, bounds("min_p")] | None = None
+    typical_p: Annotated[float, bounds("typical_p")] | None = None
+    repetition_penalty: Annotated[float, bounds("repetition_penalty")] | None = None
     do_sample: bool | None = None
 
     def values(self) -> dict[str, float | int]:
         """By the names of a body. Without sampling the temperature is 0."""
-        told = {"max_tokens": self.max_new_tokens, "temperature": 0.0 if self.do_sample is False else self.temperature}
-        if self.do_sample is not False:
-            told |= {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p, "typical_p": self.typical_p}
-        told |= {"repetition_penalty": self.repetition_penalty}
-        return {name: value for name, value in told.items() if value is not None}
+        told = _NAMED.given(self)
+        if self.do_sample is False:
+            told = {name: value for name, value in told.items() if ROWS[name].kind != "cuts"} | {"temperature": 0.0}
+        return told if self.max_new_tokens is None else told | {"max_tokens": self.max_new_tokens}
 
 
+_NAMED = Named(GenerationConfig)
 _decoder = msgspec.json.Decoder(GenerationConfig)
 
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import msgspec
 
 from kvloom.contract.errors import ServingError
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.chat.request import prepare
-from kvloom.server.dialects.advised import advised
 from kvloom.server.dialects.ids import new_id
 from kvloom.server.dialects.openai.bodies import ChatBody, CompletionBody
 from kvloom.server.dialects.openai.model_cards import models_reply
 from kvloom.server.dialects.openai.writers import ChatWriter, TextWriter
+from kvloom.server.dialects.sampling import advised
 from kvloom.server.errors import ErrorReply, openai_reply
 from kvloom.server.http import sse
 from kvloom.server.http.body import decode_body

@@ -3,6 +3,7 @@
 Only those that constrain or change an answer; whether other unknown fields are errors depends on the protocol.
 """
 
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import msgspec
@@ -63,6 +64,7 @@ _INSTEAD = dict.fromkeys(
     ("bootstrap_host", "bootstrap_port", "bootstrap_room"),
     "; servers for prompts and for answers are driven by kv_transfer_params (vllm-router --vllm-pd-disaggregation)",
 )
+_read, _NONE = attrgetter(*_NEUTRAL), (None,) * len(_NEUTRAL)
 
 
 class Unsupported(msgspec.Struct, kw_only=True):
@@ -118,6 +120,8 @@ class Unsupported(msgspec.Struct, kw_only=True):
 
     def refuse_unsupported_fields(self, prefix: str = "") -> None:
         """`prefix`: of the fields' names, for errors. Raises BadRequest."""
+        if _read(self) == _NONE:
+            return
         for name, neutral in _NEUTRAL.items():
             if name not in self.honoured and getattr(self, name) not in neutral:
                 raise BadRequest(prefix + name, "is not supported" + _INSTEAD.get(name, ""))

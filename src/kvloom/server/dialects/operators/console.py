@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvloom.contract.errors import NotFound, ServingError
+from kvloom.contract.sampling import advice_text
 from kvloom.engine.histogram import Histogram
 from kvloom.server.errors import ErrorReply, NoRoute, tgi_reply
 from kvloom.server.http.reply import Endpoint, HttpRequest, Reply
@@ -187,7 +188,7 @@ def _measured(service: GenerationService) -> dict[str, Any]:
         "num_blocks": info.num_blocks,
         "block_size": info.block_size,
         "num_host_blocks": info.num_host_blocks,
-        "advice": str(service.card.advice),
+        "advice": advice_text(service.card.advice),
     }
 
 

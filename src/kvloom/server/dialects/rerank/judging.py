@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvloom.contract.errors import BadRequest, ServingError
 from kvloom.contract.pooling import scores
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.chat.place import DIRECT
 from kvloom.server.chat.request import ChatRequest, lead, prepare
 from kvloom.server.serving.generation import Answer, Generation

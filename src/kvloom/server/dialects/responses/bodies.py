@@ -12,14 +12,15 @@ import msgspec
 from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.chat.grammars import json_grammar, object_grammar
 from kvloom.server.chat.request import ChatRequest
 from kvloom.server.dialects.constraints import Constraints
-from kvloom.server.dialects.openai.bodies import Penalty, SamplingBody, TokenId, effort_values
+from kvloom.server.dialects.openai.bodies import SamplingBody, TokenId, effort_values
 from kvloom.server.dialects.openai.messages import Said, conversation_of
 from kvloom.server.dialects.responses.input import FOUND, REFERENCE, InputItem, messages_of
 from kvloom.server.dialects.responses.tools import Choice, Tools
+from kvloom.server.dialects.sampling import Named, bounds
 from kvloom.server.serving.notes import note
 
 LOGPROBS = "message.output_text.logprobs"
@@ -28,10 +29,6 @@ _INCLUDES = (
     *(LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url"),
     *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
     *("computer_call_output.output.image_url", "code_interpreter_call.outputs"),
-)
-_SHARED = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("seed", "stop", "stop_token_ids", "ignore_eos"),
 )
 # permitted values of unsupported fields: those that switch them off
 _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
@@ -89,9 +86,9 @@ class ResponsesBody(Constraints, kw_only=True):
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    temperature: Annotated[float, bounds("temperature", high=2)] | None = None
+    top_p: Annotated[float, bounds("top_p", opens_low=False)] | None = None
+    top_logprobs: Annotated[int, bounds("logprobs")] | None = None
     include: list[str] | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
@@ -109,11 +106,11 @@ class ResponsesBody(Constraints, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None  # auto: the oldest items are left out of a long input
     service_tier: str | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    min_p: Annotated[float, bounds("min_p")] | None = None
+    repetition_penalty: Annotated[float, bounds("repetition_penalty")] | None = None
+    frequency_penalty: Annotated[float, bounds("frequency_penalty")] | None = None
+    presence_penalty: Annotated[float, bounds("presence_penalty")] | None = None
+    seed: Annotated[int, bounds("seed")] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
@@ -186,3 +183,6 @@ class ResponsesBody(Constraints, kw_only=True):
         if not messages:
             raise BadRequest("input", "holds no message")
         return conversation_of(messages)
+
+
+_SHARED = (*Named(ResponsesBody).names.values(), "stop")  # fields that mean what they mean in completions

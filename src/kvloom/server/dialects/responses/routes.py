@@ -7,15 +7,15 @@ from typing import Any
 import msgspec
 
 from kvloom.contract.errors import BadRequest, ServingError
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.chat.fit import prepare_fitting
 from kvloom.server.chat.request import prepare
-from kvloom.server.dialects.advised import advised
 from kvloom.server.dialects.ids import new_id
 from kvloom.server.dialects.responses.bodies import ResponsesBody
 from kvloom.server.dialects.responses.items import HOW, NotKept, in_place, kept_items, list_reply, page_of, read_item
 from kvloom.server.dialects.responses.keeping import Keeping, Origin, Run, ToKeep, found_of, kept_of, origin_of
 from kvloom.server.dialects.responses.shapes import ResponseWriter, response_object
+from kvloom.server.dialects.sampling import advised
 from kvloom.server.errors import ErrorReply, NoRoute, openai_reply
 from kvloom.server.http.body import decode_body
 from kvloom.server.http.job import Job, JobAndMore, answer

@@ -7,9 +7,11 @@ from typing import Any, Literal
 import msgspec
 
 from kvloom.contract.errors import BadRequest, ServingError
-from kvloom.contract.request import Delta, SamplingParams
+from kvloom.contract.request import Delta
+from kvloom.contract.sampling import OFF, SamplingParams
 from kvloom.server.dialects.constraints import Constraints
 from kvloom.server.dialects.parameters import Parameters, prompt_of
+from kvloom.server.dialects.sampling import Named
 from kvloom.server.errors import tgi_error
 from kvloom.server.http.body import decode_body
 from kvloom.server.http.job import Folding, Job
@@ -21,19 +23,7 @@ from kvloom.server.serving.registry import Models
 
 DEFAULT_MAX_TOKENS = 16
 MAX_STOPS = 16
-
-
 MAX_PENALTY = 10
-# permitted values with a beam search, which uses the model's own probabilities
-_OF_BEAMS: dict[str, tuple[object, ...]] = {
-    "temperature": (0,),
-    "top_p": (None, 1),
-    "top_k": (None, -1),
-    "min_p": (None, 0),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-}
 
 
 class PromptBody(Constraints, kw_only=True, forbid_unknown_fields=True):
@@ -77,7 +67,7 @@ class PromptBody(Constraints, kw_only=True, forbid_unknown_fields=True):
             return None
         for name, values in _OF_BEAMS.items():
             if getattr(self, name) not in values:
-                raise BadRequest(name, f"must be {values[-1]} when using beam search")
+                raise BadRequest(name, f"must be {values[-1]:g} when using beam search")
         width = self.best_of or self.n or 1
         if not 1 < width <= MAX_WIDTH:
             raise BadRequest("best_of", f"must be between 2 and {MAX_WIDTH} when using beam search, got {width}")
@@ -96,25 +86,18 @@ class PromptBody(Constraints, kw_only=True, forbid_unknown_fields=True):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > MAX_STOPS:
             raise BadRequest("stop", f"has more than {MAX_STOPS} entries")
-        return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=max(0, top_k),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            max_tokens=max_tokens,
-            stop=tuple(stop),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            include_stop=bool(self.include_stop_str_in_output),
-            ignore_eos=bool(self.ignore_eos),
-            seed=self.seed,
-            skip_special_tokens=self.skip_special_tokens is not False,
-            grammar=self.answer_grammar(),
+        return _NAMED.params(
+            self, top_k=max(0, top_k), max_tokens=max_tokens, stop=tuple(stop), grammar=self.answer_grammar()
         )
 
 
+_NAMED = Named(PromptBody)
+# permitted values with a beam search, which uses the model's own probabilities
+_OF_BEAMS: dict[str, tuple[Any, ...]] = {
+    **{name: (None, OFF[name]) for name in _NAMED.of_kinds(("shapes", "cuts"))},
+    "temperature": (0,),
+    "top_k": (None, -1),
+}
 _decoder = msgspec.json.Decoder(PromptBody)
 _encode = msgspec.json.Encoder().encode
 

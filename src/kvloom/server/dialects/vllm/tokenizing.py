@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest, ServingError
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.chat.request import ChatRequest, prepare
 from kvloom.server.dialects.openai.bodies import TokenId, continues, template_values
 from kvloom.server.dialects.openai.messages import Message, conversation_of

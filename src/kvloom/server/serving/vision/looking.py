@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvloom.contract.errors import BadRequest, GenerationFailed, Overloaded
 from kvloom.contract.images import Image, Sight
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.serving.admission import Ticket
 from kvloom.server.serving.service import GenerationService
 from kvloom.server.serving.vision.hosts import ImageHosts
