@@ -135,7 +135,7 @@ coverage: setup
 	$(BIN)/coverage run --branch --include=$(subst $(space),$(comma),$(PURE:%=src/%.py)) -m pytest -q -p no:randomly --hypothesis-profile=examples $(PURE_TESTS:%=tests/%.py)
 	$(BIN)/coverage report --show-missing --fail-under=100
 
-# Rewrites the files with which tests/wire/test_golden.py compares answers.
+# Rewrites the files with which tests/wire/test_golden.py compares answers, and the table of sampling parameters.
 golden: setup
 	$(BIN)/python -m tests.wire.golden
 

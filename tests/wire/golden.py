@@ -16,6 +16,7 @@ import msgspec
 from kvloom.server.serving.options import WireOptions
 from tests.support.servers import FakeServer, fake_server
 from tests.support.waiting import until
+from tests.wire import sampling_table
 from tests.wire.cases import CASES, MODEL, Case
 
 FOLDER = Path(__file__).parent / "golden"
@@ -113,3 +114,4 @@ def write() -> None:
 
 if __name__ == "__main__":
     write()
+    sampling_table.write()

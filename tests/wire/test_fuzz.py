@@ -7,11 +7,16 @@ import json
 import os
 import random
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from kvloom.contract.sampling import ROWS
+from kvloom.server import dialects
 from kvloom.server.keeping.limits import Limits
 from kvloom.server.keeping.store import ResponseStore
 from tests.support.servers import FakeServer, fake_server
@@ -85,7 +90,8 @@ def change(body: Any, draw: random.Random) -> Any:
     if kind == 0:
         del parent[key]
     elif kind == 1 and isinstance(parent, dict):
-        parent[draw.choice(KEYS)] = copy.deepcopy(draw.choice(VALUES))
+        added = draw.choice(draw.choice((KEYS, PARAMETERS)))
+        parent[added] = copy.deepcopy(draw.choice(draw.choice((VALUES, EDGES.get(added, VALUES)))))
     elif kind == 2 and isinstance(parent, list):
         parent += [copy.deepcopy(parent[key]) for _ in range(draw.choice((1, 7, 300)))]
     elif kind == 3:
@@ -101,12 +107,22 @@ def keys_of(value: Any) -> set[str]:
     return own.union(*(keys_of(item) for item in items))
 
 
-KEYS = sorted(
-    keys_of([case.body for case in CASES])
-    | {"best_of", "truncate", "typical_p", "watermark", "do_sample", "stop", "logit_bias", "tools", "response_format"}
-    | {"suffix", "min_tokens", "stop_token_ids", "priority", "binary_data_size", "binary_data_output", "logprobs"}
-    | {"return_full_text", "top_n_tokens", "prompt_logprobs", "use_beam_search", "presence_penalty", "ignore_eos"}
-)
+def structs(of: type[msgspec.Struct] = msgspec.Struct) -> Iterator[type[msgspec.Struct]]:
+    """Every struct that is imported."""
+    for each in of.__subclasses__():
+        yield each
+        yield from structs(each)
+
+
+BODIES = [each for each in structs() if each.__module__.startswith(dialects.__name__)]
+KEYS = sorted(keys_of([case.body for case in CASES]).union(*(each.__struct_encode_fields__ for each in BODIES)))
+PARAMETERS = [name for name in KEYS if name in ROWS]  # of sampling
+# at the ends of a sampling parameter's range, beyond them and inside
+EDGES = {
+    name: [row.low, row.least, row.high, row.low - 1, row.high + 1, (row.low + row.high) / 2, int(row.high) // 2]
+    for name, row in ROWS.items()
+    if row.low is not None
+}
 
 
 def damage(data: bytes, draw: random.Random) -> bytes:
@@ -200,6 +216,8 @@ def test_mutated_requests_never_fail_hang_or_leak(tmp_path: Path):
 def send_mutated(folder: Path) -> None:
     draw = random.Random(20260101)
     requests = [mutated(CASES[i % len(CASES)], draw) for i in range(NUM_REQUESTS)]
+    bodies = b"".join(data for _, _, data, _ in requests)
+    assert not [name for name in PARAMETERS if f'"{name}"'.encode() not in bodies]
     store = ResponseStore(folder / "store.db", Limits(max_count=200))
     with fake_server(names=(MODEL,), store=store, max_iter_times=16) as server:
         total = server.engine.stats().num_blocks

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.servers import OVER_VLLM, FakeServer
+from tests.wire import sampling_table
 from tests.wire.cases import CASES, Case
 from tests.wire.golden import FOLDER, golden_server, read, shape, shown
 
@@ -65,3 +66,7 @@ NOT_SHOWN = {"/stopService", "/openapi.json", "/docs", "/metrics", "/v2/models/s
 def _fits(parts: list[str], path: str) -> bool:
     own = path.partition("?")[0].split("/")
     return len(own) == len(parts) and all("{" in part or part == mine for part, mine in zip(parts, own, strict=True))
+
+
+def test_the_page_has_the_sampling_parameters_that_there_are():
+    assert sampling_table.written() == sampling_table.table()

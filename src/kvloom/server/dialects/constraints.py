@@ -8,7 +8,7 @@ TGI           grammar {"type", "value"}, response_format of the same form
 Ollama        format
 Anthropic     output_format
 
-None, False and an empty text ask for nothing. What cannot be done is in openai_unsupported.py.
+None, False and an empty text ask for nothing. What cannot be done is in openai/unsupported.py.
 """
 
 from collections.abc import Callable, Mapping
