@@ -27,6 +27,7 @@ OUTSIDE = [
     ("seed", 2**64),
     ("logprobs", 21),
     ("prompt_logprobs", -1),
+    ("scored_from", -1),
     ("stop", ("a", "")),
 ]
 
