@@ -1,5 +1,6 @@
 """Engine over the fake model, whose every answer is known: equalities that must hold whatever the schedule does."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -182,16 +183,6 @@ def test_a_context_is_no_longer_than_all_blocks_hold():
     assert (len(tokens_of(deltas)), deltas[-1].finish_reason) == (6, FinishReason.LENGTH)
 
 
-def test_prompt_log_probabilities_are_computed_even_when_the_prompt_is_cached():
-    engine = fake_engine()
-    run_all(engine, Request("a", prompt(17), GREEDY))
-    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
-    (delta,) = run_all(engine, Request("b", prompt(17), params))["b"]
-    assert delta.prompt_logprobs is not None
-    assert len(delta.prompt_logprobs) == 17
-    assert (delta.token_ids, delta.finish_reason) == ((), FinishReason.LENGTH)
-
-
 def test_no_tokens_wanted_is_an_empty_answer():
     (delta,) = run_all(fake_engine(), Request("a", prompt(3), SamplingParams(max_tokens=0)))["a"]
     assert (delta.text, delta.finish_reason) == ("", FinishReason.LENGTH)
@@ -320,10 +311,15 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(0, 20),
         stop=st.sampled_from(["", "", "e", "t ", "never"]),
         stop_token=st.sampled_from([(), (), tuple(b"aeiou")]),
+        scored_from=st.none() | st.integers(0, 30),
     )
-    def arrive(self, length: int, first: int, max_tokens: int, stop: str, stop_token: tuple[int, ...]) -> None:
+    def arrive(
+        self, length: int, first: int, max_tokens: int, stop: str, stop_token: tuple[int, ...], scored_from: int | None
+    ) -> None:
         name, seed = f"r{len(self.requests)}", len(self.requests)
-        params = SamplingParams(seed=seed, max_tokens=max_tokens, stop=(stop,) * bool(stop), stop_token_ids=stop_token)
+        stops, scored = (stop,) if stop else (), None if scored_from is None else 0
+        params = SamplingParams(seed=seed, max_tokens=max_tokens, stop=stops, stop_token_ids=stop_token)
+        params = replace(params, prompt_logprobs=scored, scored_from=min(length, scored_from or 0))
         self.requests[name] = Request(name, prompt(length, first), params)
         self.engine.add(self.requests[name])
 

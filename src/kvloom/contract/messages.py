@@ -37,7 +37,8 @@ class Work(msgspec.Struct, array_like=True):
     `blocks` replace the sequence's block table from index `first_block` on (0 = a fresh or preempted sequence). When
     start + num_tokens reaches the tokens known so far, the rank samples the next token and appends it. The last tokens
     of the work may be a `draft` beyond those known: as long as the sampled token equals the drafted one, the rank
-    samples the next one too. `loads`, (host block, block), are copied back before anything is computed.
+    samples the next one too. `loads`, (host block, block), are copied back before anything is computed, and so is the
+    block `copied`, if it is not -1, into the block in which the work starts.
 
     A batch may be sent while the one before it runs: its work then begins at the token that the rank will choose. If
     none is chosen for the sequence, that work is skipped.
@@ -53,6 +54,7 @@ class Work(msgspec.Struct, array_like=True):
     state: int = (
         -1
     )  # where a fresh or preempted sequence has its state from now on; -1 = as before, or the model has none
+    copied: int = -1
 
 
 class Transfer(msgspec.Struct, array_like=True):

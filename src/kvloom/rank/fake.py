@@ -156,6 +156,9 @@ class FakeRunner:
             self._slots[self._span(block)] = self._host[self._span(host_block)]
         for work in batch.work:
             self._states[work.id].blocks[work.first_block :] = work.blocks
+            if work.copied >= 0:
+                target = work.blocks[work.start // self.info.block_size - work.first_block]
+                self._slots[self._span(target)] = self._slots[self._span(work.copied)]
         works = [work for work in batch.work if self._is_known(work)]
         for work in works:  # all writes before any read, as in a layer of a real model
             self._write(work)

@@ -1,6 +1,6 @@
 """KvBlocks: the backend's KV cache, divided into the engine's blocks. Lives in a rank process."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ class KvBlocks:
         self.block_size = backend.block_size
         self.block_bytes = backend.kv_bytes // backend.num_blocks
         self.parts = backend.kv_parts
+        self._copy = backend.copy
 
     @property
     def layers(self) -> list[list[Any]]:
@@ -32,6 +33,12 @@ class KvBlocks:
             ]
             for layer in range(len(self.parts[0]))
         ]
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the contents of blocks: (from, to)."""
+        for part in self.parts:
+            for source, target in pairs:
+                self._copy(part[:, :, target], part[:, :, source])
 
     def read(self, block: int) -> Iterator[memoryview]:
         """The bytes that a step reads as this block, not found through `layers`. For a cache in host memory."""

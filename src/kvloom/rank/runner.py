@@ -165,6 +165,7 @@ class ModelRunner:
                 release_blocks([[self._backend.sequence_states]], range(self._backend.num_states))
         self._swap.save(batch.swap_out)
         self._swap.load([pair for work in batch.work for pair in work.loads])
+        self._blocks.copy([(work.copied, self._first_block(work)) for work in batch.work if work.copied >= 0])
         if batch.work or batch.again:
             self._compute(batch, output)
         output.compute_s = time.perf_counter() - started
@@ -229,6 +230,10 @@ class ModelRunner:
             start += len(following)
         is_steady = bool(tokens) and all(chosen) and len(chosen) == len(batch.ids) == len(works) == len(self._works)
         self._steady = self._keep(works, batch) if is_steady else None
+
+    def _first_block(self, work: Work) -> int:
+        """The block in which it starts, one of those that it gets."""
+        return work.blocks[work.start // self._blocks.block_size - work.first_block]
 
     def _written_out(self, works: Sequence[Work]) -> list[Work]:
         """All work of a batch that was sent as `again`; `works` are those that get blocks."""

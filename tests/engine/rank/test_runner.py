@@ -87,6 +87,32 @@ def test_answers_are_the_same_with_and_without_all_logits(model, backend, monkey
     assert lean == answers()
 
 
+@pytest.mark.parametrize(
+    ("backend", "kv_dtype"), [("cpu", "bf16"), ("cpu", "int8"), ("reference", "auto"), ("reference", "int8")]
+)
+def test_ends_of_a_prompt_that_begin_with_a_copied_block_are_scored_alike(model, backend, kv_dtype):
+    before = tuple(range(1, 42))  # two blocks and a half, of which all but the last token are shared
+    params = SamplingParams(
+        temperature=0, max_tokens=0, logprobs=0, logprob_ids=(7,), prompt_logprobs=0, scored_from=41
+    )
+    ends = ((5,), (6, 7), (8,) * 12, ())
+    requests = [Request(f"r{i}", before + end, params) for i, end in enumerate(ends)]
+
+    def told(**fields: object) -> dict[str, list[float]]:
+        config = EngineConfig(model=model, backend=backend, kv_dtype=kv_dtype, kv_cache_bytes=KV_BYTES, **fields)
+        runner = open_runner(config, [100], lambda done, total: None)
+        found = run_all(Engine(config, in_process(runner, config), ByteTokenizer()), *requests)
+        assert {found[f"r{i}"][0].num_cached_tokens for i in (1, 2, 3)} == {0 if fields else 40}
+        return {
+            id: [value.logprob for value in (*(delta.prompt_logprobs or ()), *delta.logprobs) if value]
+            for id, (delta,) in found.items()
+        }
+
+    computed = told(enable_prefix_cache=False)
+    for id, values in told().items():
+        assert values == pytest.approx(computed[id], abs=1e-4)
+
+
 DRAWN = (
     SamplingParams(temperature=1.0, seed=1, max_tokens=10),
     SamplingParams(temperature=0.7, top_p=0.9, seed=2, max_tokens=10),

@@ -73,6 +73,8 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
+        self._part_hash_of: dict[int, bytes] = {}
+        self._part_of: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # oldest release first
         self.num_evicted = 0  # published blocks that were handed out for other contents
 
@@ -141,7 +143,7 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 self._free[block] = None
-                if self._hash_of[block] is None:
+                if self._hash_of[block] is None and block not in self._part_hash_of:
                     self._free.move_to_end(block, last=False)
 
     def publish(self, block: int, key: bytes) -> bool:
@@ -155,6 +157,16 @@ class BlockPool:
         self._hash_of[block] = key
         self._block_of[key] = block
         return True
+
+    def publish_part(self, block: int, key: bytes) -> None:
+        """Let `part` find a block whose first tokens have this hash. Of several with one hash the first is found."""
+        if self.is_caching and block not in self._part_hash_of and key not in self._part_of:
+            self._part_hash_of[block] = key
+            self._part_of[key] = block
+
+    def part(self, key: bytes) -> int | None:
+        """A block whose first tokens have this hash. Its holders may be gone: copy it before it is handed out."""
+        return self._part_of.get(key)
 
     def drop_cached(self) -> list[int]:
         """Forget all cached blocks. Returns the free blocks, whose contents no sequence needs, ascending; they are
@@ -179,6 +191,7 @@ class BlockPool:
             key = self._hash_of[block]
             assert key is None or self._block_of.get(key) == block, f"block {block} has a hash that finds another block"
         assert all(self._hash_of[block] == key for key, block in self._block_of.items())
+        assert self._part_hash_of == {block: key for key, block in self._part_of.items()}
         assert self.is_caching or not self._block_of
 
     def _forget(self, block: int) -> None:
@@ -186,3 +199,5 @@ class BlockPool:
         if key is not None:
             del self._block_of[key]
             self._hash_of[block] = None
+        if block in self._part_hash_of:
+            del self._part_of[self._part_hash_of.pop(block)]

@@ -31,7 +31,11 @@ def apply_step(plan: Plan, pool: BlockPool) -> list[Work]:
         seq.is_asked = False
     for hits in (step.hits for steps in (plan.steps, plan.loads) for step in steps):
         pool.retain(hits)  # all of them before any allocation, which could evict one
-    return [_admit(step, pool) for step in plan.steps]
+    copied = [step.part for step in plan.steps if step.part >= 0]
+    pool.retain(copied)  # until nothing is allocated: the rank copies them before it computes
+    works = [_admit(step, pool) for step in plan.steps]
+    pool.release(copied)
+    return works
 
 
 def _admit(step: SeqStep, pool: BlockPool) -> Work:
@@ -52,7 +56,8 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
         first = len(seq.block_table)
     seq.block_table += new
     seq.num_computing += step.num_tokens
-    return Work(seq.id, step.start, step.num_tokens, first, seq.block_table[first:], list(step.draft), loads, state)
+    blocks, draft = seq.block_table[first:], list(step.draft)
+    return Work(seq.id, step.start, step.num_tokens, first, blocks, draft, loads, state, step.part)
 
 
 def _take_state(seq: Seq, pool: BlockPool) -> int:
@@ -113,9 +118,18 @@ def commit_step(
             num_given = seq.giving.num_blocks if seq.giving else 0
             fresh.append([seq.block_table[i] for i in new if i >= num_given])
         seq.num_published = num_full
+        _publish_part(seq, pool, block_size)
         if reach and seq.giving is None:
             _drop_passed(seq, pool, block_size, reach)
     return [blocks for blocks in fresh if blocks]
+
+
+def _publish_part(seq: Seq, pool: BlockPool, block_size: int) -> None:
+    """Let others begin with a copy of the block that holds the tokens of its part_hash, once these are computed."""
+    index = seq.part_index(block_size)
+    is_held = seq.num_dropped <= index < len(seq.block_table)
+    if seq.part_hash and is_held and seq.num_computed >= index * block_size + seq.num_in_part(block_size):
+        pool.publish_part(seq.block_table[index], seq.part_hash)
 
 
 def _drop_passed(seq: Seq, pool: BlockPool, block_size: int, reach: int) -> None:

@@ -170,8 +170,10 @@ def _being_computed(running: _Running, limits: Limits) -> set[bytes]:
 
 
 def _block_hashes(seq: Seq, first: int, num_tokens: int, limits: Limits) -> list[bytes]:
-    """Hashes of its full blocks from `first` on that hold any of its first `num_tokens` tokens."""
-    return seq.hashes[first : num_blocks_of(num_tokens, limits.block_size)]
+    """Hashes of its full blocks from `first` on that hold any of its first `num_tokens` tokens, and of its part."""
+    end = num_blocks_of(num_tokens, limits.block_size)
+    part = [seq.part_hash] if seq.part_hash and end > seq.part_index(limits.block_size) else []
+    return seq.hashes[first:end] + part
 
 
 def _ordered(seqs: list[Seq], key: Key | None) -> list[Seq]:
@@ -255,12 +257,16 @@ def _plan_waiting(
         reusable = seq.reusable(block_size)
         hits = pool.match(reusable)
         lacked = [] if seq.host_blocks else reusable[len(hits) :]
-        if coming.computed and lacked and lacked[0] in coming.computed:
+        part = None if lacked or seq.host_blocks else pool.part(seq.part_hash)
+        if coming.computed and (lacked[0] if lacked else part is None and seq.part_hash) in coming.computed:
             continue
         # cached blocks that nobody else holds are free now and become used
         taken = sum(pool.is_idle(block) for block in hits)
-        if taken + num_blocks_of(length, block_size) - len(hits) > budget.num_free:
+        left = budget.num_free - taken - num_blocks_of(length, block_size) + len(hits)
+        if left < 0:
             break
+        if part is not None and pool.is_idle(part):
+            part, taken = (part, taken + 1) if left else (None, taken)
         promised = taken + max(0, _num_promised(seq, pool, limits) - len(hits))
         if promised > budget.num_spare:
             break
@@ -272,13 +278,14 @@ def _plan_waiting(
                 budget.num_spare -= promised
             continue
         start = max(len(hits) * block_size, seq.num_swapped)
+        start += 0 if part is None else seq.num_in_part(block_size)
         count = seq.reach(start, min(length - start, budget.num_tokens))
         if seq.is_whole and count < length - start:
             if steps or budget.is_shared:
                 break
             count = length - start  # longer than any step: gets one of its own
         need = num_blocks_of(start + count, block_size) - len(hits)
-        steps.append(SeqStep(seq, start, count, need, tuple(hits)))
+        steps.append(SeqStep(seq, start, count, need, tuple(hits), part=-1 if part is None else part))
         if coming.computed is not None:
             coming.computed.update(_block_hashes(seq, len(hits), start + count, limits))
         budget.num_tokens = max(0, budget.num_tokens - count)

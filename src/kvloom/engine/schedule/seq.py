@@ -5,7 +5,7 @@ from enum import Enum
 
 import msgspec
 
-from kvloom.engine.schedule.blocks import Switch, extend_chain
+from kvloom.engine.schedule.blocks import Switch, chain_hash, extend_chain, root_hash
 from kvloom.engine.schedule.giving import Giving
 from kvloom.engine.schedule.repute import Repute
 
@@ -37,6 +37,7 @@ class Seq:
     block_table: list[int] = field(default_factory=list)
     num_dropped: int = 0  # blocks at the beginning of block_table that no step reads any more and that were given back
     hashes: list[bytes] = field(default_factory=list)  # hashes of the full blocks of token_ids
+    part_hash: bytes = b""  # of the tokens behind the reusable blocks and before the first that must be computed
     num_published: int = 0  # blocks of block_table that are published
     num_cached: int = 0  # prompt tokens found in the cache at first admission
     num_preemptions: int = 0
@@ -61,6 +62,23 @@ class Seq:
     def extend_hashes(self, block_size: int) -> None:
         """Add the hashes of the full blocks of token_ids that `hashes` lacks."""
         extend_chain(self.hashes, self.token_ids, block_size, self.salt, self.switch)
+        count = self.num_in_part(block_size)
+        if count and not self.part_hash:
+            first = self.part_index(block_size)
+            parent = self.hashes[first - 1] if first else root_hash(self.salt)
+            self.part_hash = chain_hash(parent, self.token_ids[first * block_size : first * block_size + count])
+
+    def part_index(self, block_size: int) -> int:
+        """The index of the block in which it must compute its first token."""
+        return max(0, min(len(self.token_ids), self.scored_from or 0) - 1) // block_size
+
+    def num_in_part(self, block_size: int) -> int:
+        """How many tokens of that block others may compute for it. Only the ends of prompts are shared so, those of
+        which the last tokens are scored: several of them are asked for at once.
+        """
+        if self.scored_from is None or not self.may_reuse or self.switch is not None:
+            return 0
+        return max(0, min(len(self.token_ids), self.scored_from) - 1) % block_size
 
     def reach(self, start: int, count: int) -> int:
         """How many of `count` tokens from `start` on one step may compute."""
@@ -113,7 +131,8 @@ class SeqStep(msgspec.Struct, frozen=True):
     """`num_tokens` more tokens of `seq`, from position `start`, needing `num_new_blocks` more blocks.
 
     `hits` are cached blocks that a newly admitted sequence starts with; the blocks from there to `start` are copied
-    back from the host. The last len(draft) tokens are guesses.
+    back from the host, or the one in which it starts is first a copy of block `part` (-1 = none). The last len(draft)
+    tokens are guesses.
     """
 
     seq: Seq
@@ -122,6 +141,7 @@ class SeqStep(msgspec.Struct, frozen=True):
     num_new_blocks: int
     hits: tuple[int, ...] = ()
     draft: tuple[int, ...] = ()
+    part: int = -1
 
 
 class LoadStep(msgspec.Struct, frozen=True):

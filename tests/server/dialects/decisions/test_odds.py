@@ -130,7 +130,7 @@ def test_one_input_is_computed_once_for_all_questions(monkeypatch: pytest.Monkey
     num_computed = after.total_prompt_tokens - before.total_prompt_tokens
     num_computed -= after.total_cached_tokens - before.total_cached_tokens
     assert len(requests) == 4 * 5
-    assert 800 < num_computed < 800 + 8 * 200 + 20 * 20  # the input, each question, and the end of a block a label
+    assert 800 < num_computed < 800 + 8 * 150 + 20 * 8  # the input, each question, and each label
     assert after.total_output_tokens == before.total_output_tokens
     assert after.total_steps - before.total_steps < len(requests)
 
