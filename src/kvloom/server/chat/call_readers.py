@@ -6,11 +6,12 @@ call is certain. `take` returns the newly known part of the arguments, as JSON t
 """
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
 from kvloom.server.chat.form import ID, TYPE, CallForm
 from kvloom.server.chat.json_calls import JsonValue, object_text
+from kvloom.server.chat.open_tagged import found_in, split
 from kvloom.server.chat.values import json_of_quoted, typed_json
 
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
@@ -29,15 +30,20 @@ def _squeezed(text: str) -> str:
 class MarkedReader:
     """A call whose name stands between marks: the kinds json, tagged, keyed and python."""
 
-    def __init__(self, form: CallForm, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        """`schemas`: of the tools' parameters; an unknown tool's parameters are JSON if valid, else text."""
+    def __init__(
+        self, form: CallForm, schemas: Mapping[str, Mapping[str, Any]], names: Collection[str] | None = None
+    ) -> None:
+        """`schemas`: of the tools' parameters; an unknown tool's parameters are JSON if valid, else text. `names`: the
+        only ones that make a call; None = any.
+        """
         self.name: str | None = None
         self.found_name: str | None = None
         self.raw = ""
         self.is_done = self.is_failed = False
-        self._form, self._schemas = form, schemas
+        self._form, self._schemas, self._names = form, schemas, names
         self._char = self._out = ""
-        self._num_given = 0
+        self._given: list[str] = []  # keys
+        self._behind_key: str | None = None  # what was taken behind the last mark before a key
         self._steps = self._read()
         next(self._steps)
 
@@ -45,6 +51,8 @@ class MarkedReader:
         if self.name is None:
             self.raw += char
         self._char, self._out = char, ""
+        if self._behind_key is not None:
+            self._behind_key += char
         try:
             self._steps.send(char)
         except StopIteration:
@@ -52,6 +60,23 @@ class MarkedReader:
         except _NoCallError:
             self.is_failed = True
         return self._out
+
+    def close(self, is_cut: bool) -> tuple[str, str]:
+        """No more text comes, and the call has not ended: the rest of the arguments, as far as marks of a tagged call
+        tell them, and the text behind it. A value that is cut is left out.
+        """
+        if self._behind_key is None or self._form.other_end:
+            return "", ""
+        self._out = ""
+        found = found_in(self._form, self._behind_key, self._missing(""))
+        for key, value in found.arguments[: -1 if is_cut and found.is_open else None]:
+            self._give(key, value, "")
+        return self._out, found.rest
+
+    def _missing(self, key: str) -> list[str]:
+        """The tool's keys that were not given, but `key`."""
+        properties = self._schemas.get(self.name or "", {}).get("properties")
+        return [each for each in properties or () if each != key and each not in self._given]
 
     def _read(self) -> Steps:
         """Each step begins where `_char` is the next character, and ends when it was used."""
@@ -87,7 +112,7 @@ class MarkedReader:
         while self._char in _NAME:
             name += self._char
             yield
-        if not name:
+        if not name or (self._names is not None and name not in self._names):
             raise _NoCallError
         self.found_name = name
 
@@ -145,7 +170,7 @@ class MarkedReader:
             if not any(mark.startswith(held) for mark in (key, end, whole)):
                 raise _NoCallError
             yield
-        self._out += "}" if self._num_given else "{}"
+        self._out += "}" if self._given else "{}"
 
     def _read_whole(self) -> Steps:
         """All arguments as one JSON object."""
@@ -161,14 +186,16 @@ class MarkedReader:
         """Arguments one after the other, up to the end of the call."""
         while not self._is_ended:
             before, after = self._key_marks()
-            held = ""
+            held, self._behind_key = "", self._char
             while not held.endswith(before):
                 held += self._char
                 yield
             name = held.removesuffix(before).strip()
             said = yield from self._said(before, after)
             value = yield from self._value(key, end)
-            self._give(name, value, said)
+            missing = self._missing(name)
+            for own, text in split(self._form, name, value, missing) if missing and not after else [(name, value)]:
+                self._give(own, text, said)
 
     def _key_marks(self) -> tuple[str, str]:
         """What ends a key, and what begins its value if the kind of the value stands between both."""
@@ -195,6 +222,7 @@ class MarkedReader:
     def _value(self, key: str, end: str) -> Generator[None, str, str]:
         """A value ends at its mark only if another argument or the call's end follows."""
         mark, value = self._form.value_end.strip(), ""
+        behind = (key, *(one for one in (end, _squeezed(self._form.end)) if one))  # models leave out the first of both
         while True:
             value += self._char
             if not value.endswith(mark):
@@ -205,12 +233,12 @@ class MarkedReader:
                 yield
                 seen += self._char
                 held += "" if self._char.isspace() else self._char
-                if held in (key, end):
-                    self._is_ended = held == end
+                if held in behind:
+                    self._is_ended = held != key
                     if not self._is_ended:
                         yield
                     return value.removesuffix(mark)
-                if not key.startswith(held) and not end.startswith(held):
+                if not any(one.startswith(held) for one in behind):
                     break
             value += seen[:-1]
 
@@ -225,8 +253,8 @@ class MarkedReader:
         self._put(key, text)
 
     def _put(self, key: str, text: str) -> None:
-        start = ", " if self._num_given else "{"
-        self._num_given += 1
+        start = ", " if self._given else "{"
+        self._given.append(key)
         self._out += f"{start}{json.dumps(key, ensure_ascii=False)}: {text}"
 
     def _read_python(self) -> Steps:
@@ -252,7 +280,7 @@ class MarkedReader:
                 depth += (self._char in _OPEN) - (self._char in _CLOSE)
                 text += self._char
             yield
-        self._out += "}" if self._num_given else "{}"
+        self._out += "}" if self._given else "{}"
 
     def _between_quotes(self) -> Generator[None, str, str]:
         """A string between two marks of its own, as JSON text."""

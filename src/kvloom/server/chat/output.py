@@ -50,7 +50,9 @@ class ChatOutput:
         events = self._reasoning.add(delta.text)
         if was_open or self._reasoning.is_open or any(isinstance(event, ReasoningDelta) for event in events):
             self.num_reasoning_tokens += len(delta.token_ids)
-        return events + (self._reasoning.finish() if delta.finish_reason else [])
+        return events + (
+            self._reasoning.finish(delta.finish_reason is not FinishReason.EOS) if delta.finish_reason else []
+        )
 
     def _is_kept(self, event: ChatEvent) -> bool:
         if isinstance(event, TextDelta):

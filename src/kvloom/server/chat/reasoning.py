@@ -1,8 +1,19 @@
 """Separates a model's reasoning, which stands between marks before the answer, from its answer."""
 
+from typing import Protocol
+
 from kvloom.engine.text.stop import overlap
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta
 from kvloom.server.chat.form import THINK, Thinking
+
+
+class MaybeCall(Protocol):
+    """A call that may end the reasoning. `mark`: its beginning."""
+
+    mark: str
+
+    def is_one(self, text: str, is_whole: bool) -> bool:
+        """Whether a text that begins with the mark may become a call, or is one if `is_whole`."""
 
 
 class ReasoningSplitter:
@@ -11,12 +22,14 @@ class ReasoningSplitter:
     White space around the reasoning, and between it and the answer, is dropped.
     """
 
-    def __init__(self, is_open: bool, marks: Thinking = THINK, breaks: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, is_open: bool, marks: Thinking = THINK, breaks: tuple[str, ...] = (), call: MaybeCall | None = None
+    ) -> None:
         """`is_open`: the prompt ends with the first mark, so the answer begins with reasoning. `breaks`: marks that end
-        the reasoning too, and belong to the answer.
+        the reasoning too, and belong to the answer. `call`: what ends it if nothing else does before the answer's end.
         """
         self._begin, self._end = marks.begin, marks.end
-        self._ends = (marks.end, *breaks)
+        self._ends, self._call = (marks.end, *breaks), call
         self.is_open = is_open
         self._is_undecided = not is_open  # whether the answer begins with the mark is still open
         self._held = ""  # a possible mark, or white space at the end of the reasoning
@@ -33,8 +46,12 @@ class ReasoningSplitter:
             self._read_text(events)
         return events
 
-    def finish(self) -> list[ChatEvent]:
+    def finish(self, is_cut: bool = False) -> list[ChatEvent]:
         held, self._held = self._held, ""
+        at = -1 if is_cut or not self.is_open else self._begin_of_call(held, is_whole=True)
+        if at >= 0:
+            before = held[:at].rstrip()
+            return [*([ReasoningDelta(before)] if before else []), TextDelta(held[at:])]
         if self.is_open:
             held = held.rstrip()
             return [ReasoningDelta(held)] if held else []
@@ -55,13 +72,28 @@ class ReasoningSplitter:
             at, mark = found
             known, self._held = text[:at].rstrip(), text[at + (len(mark) if mark == self._end else 0) :]
         else:
-            known = text[: len(text) - max(overlap(text, mark) for mark in self._ends)].rstrip()
+            known = text[: self._num_certain(text)].rstrip()
             self._held = text[len(known) :]
         if known:
             self._is_fresh = False
             events.append(ReasoningDelta(known))
         if found is not None:
             self.is_open, self._is_fresh = False, True
+
+    def _num_certain(self, text: str) -> int:
+        """Characters that are reasoning, whatever follows."""
+        at = self._begin_of_call(text)
+        marks = self._ends if self._call is None else (*self._ends, self._call.mark)
+        return at if at >= 0 else len(text) - max(overlap(text, mark) for mark in marks)
+
+    def _begin_of_call(self, text: str, is_whole: bool = False) -> int:
+        """Where a call may begin, or stands if `is_whole`; -1 = nowhere."""
+        if self._call is None:
+            return -1
+        at = text.find(self._call.mark)
+        while at >= 0 and not self._call.is_one(text[at:], is_whole):
+            at = text.find(self._call.mark, at + 1)
+        return at
 
     def _read_text(self, events: list[ChatEvent]) -> None:
         text = self._held.lstrip() if self._is_fresh else self._held

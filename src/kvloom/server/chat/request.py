@@ -19,7 +19,7 @@ from kvloom.server.chat.place import Lead, lead_of
 from kvloom.server.chat.reasoning import ReasoningSplitter
 from kvloom.server.chat.showing import as_shown
 from kvloom.server.chat.style import form_of, led, takes_parts
-from kvloom.server.chat.tool_calls import make_parser
+from kvloom.server.chat.tool_calls import ToolCall, make_parser
 from kvloom.server.chat.tool_grammars import has_grammar, tool_grammar
 from kvloom.server.chat.tools import Tool, ToolChoice
 from kvloom.server.serving.prompts import Marked, check_length, encode_marked, request_limit
@@ -87,7 +87,8 @@ class PreparedChat:
             begun: Begun = "reasoning" if self.is_thinking else "text" if self.is_begun else "header"
             return ChatOutput(None, ChannelReader(style.channels, schemas, begun), max_calls, has_text)
         breaks = style.breaks if may_call else ()
-        reasoning = ReasoningSplitter(self.is_thinking, style.thinking, breaks) if style.thinking else None
+        call = ToolCall(style.calls, schemas) if may_call and style.calls.begin else None
+        reasoning = ReasoningSplitter(self.is_thinking, style.thinking, breaks, call) if style.thinking else None
         if not may_call:
             return ChatOutput(reasoning, make_parser(NO_CALLS, {}, style.hidden) if style.specials else None)
         return ChatOutput(reasoning, make_parser(style.calls, schemas, style.hidden), max_calls, has_text)

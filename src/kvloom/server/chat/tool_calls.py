@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from kvloom.engine.text.stop import overlap
 from kvloom.server.chat.answer_events import AnswerEvents
 from kvloom.server.chat.call_readers import MarkedReader
-from kvloom.server.chat.events import ChatEvent
+from kvloom.server.chat.events import ChatEvent, ToolCallStart
 from kvloom.server.chat.form import ID, KNOWN, MARK, CallForm
 from kvloom.server.chat.json_calls import CallScanner
 
@@ -32,6 +32,25 @@ class CallParser(Protocol):
 def make_parser(form: CallForm, schemas: Mapping[str, Mapping[str, Any]], hidden: tuple[str, ...] = ()) -> CallParser:
     """A parser for one answer. `schemas`: of the parameters, by tool. `hidden`: marks that are dropped."""
     return MarkedCalls(form, schemas, hidden) if form.begin else BareCalls(schemas, hidden)
+
+
+class ToolCall:
+    """A call of one of the tools, within reasoning that nothing has ended; see reasoning.MaybeCall."""
+
+    def __init__(self, form: CallForm, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        self.mark = form.begin
+        self._form, self._schemas = form, schemas
+
+    def is_one(self, text: str, is_whole: bool) -> bool:
+        if len(text) > _MAX_UNSURE and not is_whole:
+            return True
+        parser = make_parser(self._form, self._schemas)
+        events = [*parser.add(text), *(parser.finish() if is_whole else ())]
+        first = events[0] if events else None
+        return isinstance(first, ToolCallStart) and first.name in self._schemas if events else not is_whole
+
+
+_MAX_UNSURE = 500  # characters of a text that is looked at again with each piece
 
 
 class _Call:
@@ -63,13 +82,20 @@ class _Call:
         if self.is_told and self.is_over:
             self._events.end_call(is_whole=not self.is_failed)
 
-    def cut(self) -> None:
-        """No more text comes: report the call if it has a name, and close its arguments."""
+    def cut(self, is_cut: bool) -> str:
+        """No more text comes: report the call if it has a name, and close its arguments. Returns what of its text is
+        behind the call.
+        """
+        rest = ""
         if self._scanner.found_name is not None and not self.is_told:
             self.is_told = True
             self._events.start(self._scanner.found_name)
         if self.is_told:
+            if isinstance(self._scanner, MarkedReader):
+                arguments, rest = self._scanner.close(is_cut)
+                self._events.arguments(arguments)
             self._events.end_call(is_whole=False)
+        return rest
 
 
 class MarkedCalls:
@@ -82,6 +108,7 @@ class MarkedCalls:
         self._mark = ""  # of the call that is being read
         self._lead: str | None = None  # white space between the mark and the call; None outside a call
         self._call: _Call | None = None
+        self._is_known = False  # the call has no mark before its own: only a known tool's is one
         self._opens, self._closes = _opens(form), _closes(form)
         self._is_behind = False  # of a call: marks that end it may follow
         self._in_section = False  # and so may a call without a mark
@@ -93,9 +120,12 @@ class MarkedCalls:
         return self._events.drain()
 
     def finish(self, is_cut: bool = False) -> list[ChatEvent]:
-        if self._call is not None and (is_cut or self._call.is_told):
-            self._call.cut()
-        elif self._lead is not None and not is_cut:
+        while self._call is not None and (is_cut or self._call.is_told):
+            call, self._lead, self._call = self._call, None, None
+            self._held, self._is_behind = call.cut(is_cut), True
+            while self._held and self._step():
+                pass
+        if self._lead is not None and not is_cut:
             self._events.text(self._mark + self._lead + (self._call.raw if self._call else ""))
         held = self._held.lstrip()
         if held.strip() in self._hidden:
@@ -154,7 +184,8 @@ class MarkedCalls:
         self._events.text(text)
         if mark in self._opens:
             self._mark, self._lead = mark, ""
-            if mark != self._opens[0]:  # the call's own mark, without the one before it
+            self._is_known = mark != self._opens[0]
+            if self._is_known:  # the call's own mark, without the one before it
                 self._mark, self._held = "", mark + self._held
         self._is_behind = self._is_behind and mark in self._hidden
         return True
@@ -181,7 +212,8 @@ class MarkedCalls:
             return _Call(MarkedReader(_XML, self._schemas) if is_xml else CallScanner(), self._events)
         if char == "{" and self._form.begin == _XML.begin:
             return _Call(CallScanner(), self._events)
-        return _Call(MarkedReader(self._form, self._schemas), self._events)
+        names = self._schemas.keys() if self._is_known else None
+        return _Call(MarkedReader(self._form, self._schemas, names), self._events)
 
     def _end_call(self, call: _Call, char: str, rest: str) -> None:
         if not call.is_failed:
@@ -194,6 +226,7 @@ class MarkedCalls:
         self._is_behind = call.is_told
         self._in_section = call.is_told and not call.is_failed and self._form.is_section
         self._lead = self._call = None
+        self._is_known = False
 
 
 _XML = KNOWN["qwen3_coder"]
@@ -237,7 +270,7 @@ class BareCalls:
     def finish(self, is_cut: bool = False) -> list[ChatEvent]:
         """A bare object in a cut answer may be a JSON answer: without a mark or a name it is text."""
         if self._call is not None and (is_cut or self._call.is_told):
-            self._call.cut()
+            self._call.cut(is_cut)
         is_marked = bool(self._events.num_calls) or self._lead.strip() == PYTHON_TAG
         if is_cut and is_marked and not self._is_text:
             pass
