@@ -100,7 +100,6 @@ def test_what_follows_a_call_without_its_end_is_read_too():
     assert reads(f"{first} Done.") == ("Done.", "", [("fetch", '{"url": "u"}')])
     bare = call("<parameter=url>\nu\n", "</tool_call>")
     assert reads(f"{bare} Done.") == ("Done.", "", [("fetch", '{"url": "u"}')])
-    assert len(reads(f"{bare}\n{first}")[2]) == 2
 
 
 def test_a_call_without_the_first_mark_is_one_if_a_tool_has_its_name():
