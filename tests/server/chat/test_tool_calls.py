@@ -237,6 +237,41 @@ def test_a_call_that_the_end_cuts_is_no_text(form: str, text: str, found: tuple[
     assert joined(events + parser.finish(is_cut=True)) == found
 
 
+F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {}}'
+CALLS = [("f", '{"a": 1}'), ("g", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"```json\n{F}\n```", ("", CALLS[:1])),
+        (f"```\n{F}\n```", ("", CALLS[:1])),
+        (f"I look.\n\n```json\n{F}\n```\nWait.", ("I look.Wait.", CALLS[:1])),
+        (f"```json\n{F}\n{G}\n```", ("", CALLS)),
+        (f"```json\n[{F}, {G}]\n```", ("", CALLS)),
+        (f"```json\n{F}\n```\n```json\n{G}\n```", ("", CALLS)),
+        (f"```json\n{F}\n```\n<tool_call>\n{G}\n</tool_call>", ("", CALLS)),
+        ('```json\n{"name": "h", "arguments": {}}\n```', ('```json\n{"name": "h", "arguments": {}}\n```', [])),
+        ('```json\n{"name": "f", "age": 3}\n```', ('```json\n{"name": "f", "age": 3}\n```', [])),
+        (f"Write ```json\n{F}\n```", (f"Write ```json\n{F}\n```", [])),
+        ("```python\nprint()\n```", ("```python\nprint()\n```", [])),
+        (f"```python\nx = {F}\n```", (f"```python\nx = {F}\n```", [])),
+        ("```json\n[1, 2]\n```", ("```json\n[1, 2]\n```", [])),
+    ],
+)
+def test_a_fenced_block_of_JSON_that_calls_a_tool_is_a_call(text: str, found: tuple[str, list[tuple[str, str]]]):
+    for size in (1, 3, 1000):
+        parser = make_parser(KNOWN["hermes"], {}, fenced=("f", "g"))
+        events = [event for at in range(0, len(text), size) for event in parser.add(text[at : at + size])]
+        assert joined(events + parser.finish()) == found, size
+
+
+def test_fenced_blocks_are_texts_where_calls_follow_a_grammar_or_another_form():
+    for name, fenced in (("hermes", ()), ("mistral", ("f",)), ("qwen3_coder", ("f",))):
+        parser = make_parser(KNOWN[name], {}, fenced=fenced)
+        assert joined(parser.add(f"```json\n{F}\n```") + parser.finish()) == (f"```json\n{F}\n```", [])
+
+
 @pytest.mark.parametrize("name", ["toolParser", "reasoningParser"])
 def test_the_configuration_takes_the_name_of_every_form_and_its_other_names(name: str):
     key = LAYOUT_1["ModelDeployParam"]["ModelParam"][0][name]

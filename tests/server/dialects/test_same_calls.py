@@ -4,6 +4,7 @@ cut anywhere, and whole.
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ ANSWERS: dict[str, tuple[str, str]] = {
 }
 
 
+@cache
 def answers() -> dict[str, tuple[str, str]]:
     """A template of each form, and an answer with reasoning, a text and a call as it shows them."""
     found = dict(ANSWERS)
@@ -60,6 +62,7 @@ def answers() -> dict[str, tuple[str, str]]:
     return found
 
 
+@cache
 def chat(template: str) -> PreparedChat:
     style = form_of(TemplateTokenizer(template), True)
     return PreparedChat(PROMPT, SamplingParams(), style, (Tool("f", "", SCHEMA),), ToolChoice("auto"), True, False)

@@ -91,7 +91,9 @@ class PreparedChat:
         reasoning = ReasoningSplitter(self.is_thinking, style.thinking, breaks, call) if style.thinking else None
         if not may_call:
             return ChatOutput(reasoning, make_parser(NO_CALLS, {}, style.hidden) if style.specials else None)
-        return ChatOutput(reasoning, make_parser(style.calls, schemas, style.hidden), max_calls, has_text)
+        is_free = self.choice.mode == "auto" and not self.params.grammar
+        calls = make_parser(style.calls, schemas, style.hidden, schemas if is_free else ())
+        return ChatOutput(reasoning, calls, max_calls, has_text)
 
 
 def prepare(service: GenerationService, request: ChatRequest, params: SamplingParams) -> PreparedChat:

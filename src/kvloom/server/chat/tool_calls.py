@@ -5,7 +5,7 @@ text, completely; white space around calls is dropped.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from kvloom.engine.text.stop import overlap
@@ -29,9 +29,18 @@ class CallParser(Protocol):
     def finish(self, is_cut: bool = False) -> list[ChatEvent]: ...
 
 
-def make_parser(form: CallForm, schemas: Mapping[str, Mapping[str, Any]], hidden: tuple[str, ...] = ()) -> CallParser:
-    """A parser for one answer. `schemas`: of the parameters, by tool. `hidden`: marks that are dropped."""
-    return MarkedCalls(form, schemas, hidden) if form.begin else BareCalls(schemas, hidden)
+def make_parser(
+    form: CallForm,
+    schemas: Mapping[str, Mapping[str, Any]],
+    hidden: tuple[str, ...] = (),
+    fenced: Collection[str] = (),
+) -> CallParser:
+    """A parser for one answer. `schemas`: of the parameters, by tool. `hidden`: marks that are dropped. `fenced`: tools
+    whose calls may stand in a fenced block of JSON too, if the form is one of JSON objects behind a mark.
+    """
+    if not form.begin:
+        return BareCalls(schemas, hidden)
+    return MarkedCalls(form, schemas, hidden, fenced if form.kind == "object" else ())
 
 
 class ToolCall:
@@ -101,8 +110,18 @@ class _Call:
 class MarkedCalls:
     """Calls behind a mark, anywhere in the text."""
 
-    def __init__(self, form: CallForm, schemas: Mapping[str, Mapping[str, Any]], hidden: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        form: CallForm,
+        schemas: Mapping[str, Mapping[str, Any]],
+        hidden: tuple[str, ...] = (),
+        fenced: Collection[str] = (),
+    ) -> None:
+        """See make_parser."""
         self._form, self._schemas, self._hidden = form, schemas, hidden
+        self._fenced, self._fences = frozenset(fenced), _FENCES if fenced else ()
+        self._in_fence = False  # behind a call in a fenced block
+        self._is_line_begun = False  # whether something but spaces stands before what is held
         self._events = AnswerEvents()
         self._held = ""
         self._mark = ""  # of the call that is being read
@@ -139,6 +158,8 @@ class MarkedCalls:
         """Read on; False when there is nothing more to find."""
         if self._lead is not None:
             return self._read_call()
+        if self._in_fence:
+            return self._find_fence_end()
         return self._find_next() if self._in_section else self._find_mark()
 
     def _find_next(self) -> bool:
@@ -166,29 +187,55 @@ class MarkedCalls:
             self._mark, self._lead = "", ""
         return True
 
+    def _find_fence_end(self) -> bool:
+        """In a fenced block, behind a call: the block's end, or another call."""
+        rest = self._held.lstrip(" \t\r\n,]")
+        if not rest or (_FENCE.startswith(rest) and rest != _FENCE):
+            return False
+        self._in_fence = False
+        if rest.startswith(_FENCE):
+            self._held = rest[len(_FENCE) :]
+        elif rest[0] == "{":
+            self._mark, self._lead, self._held = _FENCE, "", rest
+        return True
+
     def _find_mark(self) -> bool:
         """Return text up to the next mark. False when there is none."""
-        marks = (*self._opens, *self._hidden, *(self._closes if self._is_behind else ()))
-        found = min(((at, -len(mark), mark) for mark in marks if (at := self._held.find(mark)) >= 0), default=None)
+        marks = (*self._opens, *self._hidden, *self._fences, *(self._closes if self._is_behind else ()))
+        found = min(((at, -len(mark), mark) for mark in marks if (at := self._place_of(mark)) >= 0), default=None)
         if found is None:
-            end = len(self._held) - max(overlap(self._held, mark) for mark in marks)
-            text, self._held = self._held[:end], self._held[end:]
-            self._events.text(text)
+            self._tell(len(self._held) - max(overlap(self._held, mark) for mark in marks))
             return False
         at, _, mark = found
         if any(len(self._held) - at < len(other) and other.startswith(self._held[at:]) for other in marks):
-            text, self._held = self._held[:at], self._held[at:]  # it may become a longer mark
-            self._events.text(text)
+            self._tell(at)  # it may become a longer mark
             return False
-        text, self._held = self._held[:at], self._held[at + len(mark) :]
-        self._events.text(text)
-        if mark in self._opens:
+        self._tell(at)
+        self._held = self._held[len(mark) :]
+        if mark in self._fences:
+            self._mark, self._lead = mark, ""
+        elif mark in self._opens:
             self._mark, self._lead = mark, ""
             self._is_known = mark != self._opens[0]
             if self._is_known:  # the call's own mark, without the one before it
                 self._mark, self._held = "", mark + self._held
         self._is_behind = self._is_behind and mark in self._hidden
         return True
+
+    def _place_of(self, mark: str) -> int:
+        """Where a mark stands; -1 = nowhere. A fence begins a line."""
+        if mark not in self._fences:
+            return self._held.find(mark)
+        text = ("x" if self._is_line_begun else "") + self._held
+        found = re.search(rf"^[ \t]*{mark}", text, re.MULTILINE)
+        return found.end() - len(mark) - self._is_line_begun if found else -1
+
+    def _tell(self, num: int) -> None:
+        """That many characters are text."""
+        text, self._held = self._held[:num], self._held[num:]
+        line = text.rpartition("\n")[2]
+        self._is_line_begun = bool(line.strip()) or (self._is_line_begun and "\n" not in text)
+        self._events.text(text)
 
     def _read_call(self) -> bool:
         """Read on in the call; whether it is over."""
@@ -207,6 +254,8 @@ class MarkedCalls:
 
     def _begin(self, char: str) -> _Call:
         """The reader of a call; in a form of JSON, of one as XML, and the other way round, where its mark says so."""
+        if self._mark in self._fences:
+            return _Call(CallScanner(self._fenced, needs_arguments=True), self._events)
         if self._form.kind == "object":
             is_xml = char == "<" and self._form.begin == _XML.begin
             return _Call(MarkedReader(_XML, self._schemas) if is_xml else CallScanner(), self._events)
@@ -222,14 +271,18 @@ class MarkedCalls:
             self._held = char + rest
         else:  # not a call; its text may contain one
             self._events.text(self._mark if self._mark else call.raw[:1])
+            self._is_line_begun = True
             self._held = (self._lead or "") + call.raw[0 if self._mark else 1 :] + rest
         self._is_behind = call.is_told
-        self._in_section = call.is_told and not call.is_failed and self._form.is_section
+        self._in_fence = call.is_told and not call.is_failed and self._mark in self._fences
+        self._in_section = not self._in_fence and call.is_told and not call.is_failed and self._form.is_section
         self._lead = self._call = None
         self._is_known = False
 
 
 _XML = KNOWN["qwen3_coder"]
+_FENCE = "```"
+_FENCES = (_FENCE + "json", _FENCE)  # what begins a block
 
 
 def _opens(form: CallForm) -> tuple[str, ...]:
