@@ -10,8 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from kvloom.checkpoints.quantized.blocks import form_of, read_blocks
-from kvloom.checkpoints.quantized.forms import LEVELS
-from kvloom.checkpoints.quantized.numbers import Bytes, Floats, Numbers
+from kvloom.checkpoints.quantized.numbers import LEVELS, Bytes, Floats, Numbers
 from kvloom.contract.errors import ModelError
 
 WIDE = ("f32", "f16", "bf16")  # kinds that are numbers, not blocks

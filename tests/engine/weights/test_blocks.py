@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from kvloom.checkpoints.quantized.blocks import KINDS, form_of
-from kvloom.checkpoints.quantized.forms import FORM_BITS, LEVELS, number_bits
-from kvloom.checkpoints.quantized.numbers import FACTOR_RUN, Numbers
+from kvloom.checkpoints.quantized.forms import FORM_BITS, number_bits
+from kvloom.checkpoints.quantized.numbers import FACTOR_RUN, LEVELS, Numbers
 from kvloom.checkpoints.source import RawTensor
 from kvloom.contract.errors import ModelError
 from tests.engine.kernels.models import random_blocks

@@ -13,7 +13,7 @@ import torch
 from kvloom.checkpoints import source as weight_source
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.gguf_types import GGUF_TYPES
-from kvloom.checkpoints.quantized.forms import LEVELS
+from kvloom.checkpoints.quantized.numbers import LEVELS
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels.reference import ReferenceBackend
 from tests.support.models import delta_gguf

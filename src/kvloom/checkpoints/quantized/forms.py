@@ -1,7 +1,5 @@
 """The forms in which numbers of quantised files are kept in memory without loss."""
 
-import numpy as np
-
 # Form -> bits a weight in memory, scales included; numbers and runs as in rank/kernels/cpu/layout.hpp.
 #   int4, int5          0 .. 15 and 0 .. 31, with minimums
 #   int6                0 .. 63 for -32 .. 31, runs of 16
@@ -29,30 +27,6 @@ FORM_BITS = {
     "table3_iq2": 4.0,
     "table4_iq3_s": 4.5,
     "table4_iq3_xxs": 4.5,
-}
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-_IQ3_S = tuple(range(1, 16, 2))
-_IQ3_XXS = (4, 12, 20, 28, 36, 44, 52, 62)
-LEVELS = {  # of each number of a form, float32
-    form: np.array(levels, np.float32)
-    for form, levels in {
-        "int2": range(4),
-        "int3": range(-4, 4),
-        "int4": range(16),
-        "int5": range(32),
-        "int6": range(-32, 32),
-        "int8": range(-128, 128),
-        "int8_min": range(-128, 128),
-        BY_CHANNEL: range(-128, 128),
-        "iq4": _IQ4,
-        "fp4": _E2M1,
-        "fp4_16": _E2M1,
-        "table3_iq1": (-7, 1, 9, 0, -9, -1, 7, 0),  # eighths of -1, 0, 1 moved up or down by one; 0 is not used
-        "table3_iq2": (8, 25, 43, 0, -8, -25, -43, 0),
-        "table4_iq3_s": (*_IQ3_S, *(-level for level in _IQ3_S)),
-        "table4_iq3_xxs": (*_IQ3_XXS, *(-level for level in _IQ3_XXS)),
-    }.items()
 }
 CHANNEL_COLS = 1 << 17  # of int8_channel at most: sums of so many products of 127 and 128 are below 2^31
 

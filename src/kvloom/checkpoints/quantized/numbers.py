@@ -1,7 +1,6 @@
 """Numbers: a matrix in the form of a quantised file.
 
-weight = level of its number * scale + minimum, scale and minimum shared by a run of neighbours in a row. Levels of
-numbers: forms.LEVELS.
+weight = level of its number * scale + minimum, scale and minimum shared by a run of neighbours in a row.
 """
 
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvloom.checkpoints.quantized.forms import BY_CHANNEL
 from kvloom.contract.errors import ModelError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -17,6 +17,30 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 FACTOR_RUN = 64  # weights of a row that share a pair of factors, where there are any
 _HIGHEST = 65504.0  # scales and minimums are kept as float16
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_IQ3_S = tuple(range(1, 16, 2))
+_IQ3_XXS = (4, 12, 20, 28, 36, 44, 52, 62)
+LEVELS = {  # of each number of a form, float32
+    form: np.array(levels, np.float32)
+    for form, levels in {
+        "int2": range(4),
+        "int3": range(-4, 4),
+        "int4": range(16),
+        "int5": range(32),
+        "int6": range(-32, 32),
+        "int8": range(-128, 128),
+        "int8_min": range(-128, 128),
+        BY_CHANNEL: range(-128, 128),
+        "iq4": _IQ4,
+        "fp4": _E2M1,
+        "fp4_16": _E2M1,
+        "table3_iq1": (-7, 1, 9, 0, -9, -1, 7, 0),  # eighths of -1, 0, 1 moved up or down by one; 0 is not used
+        "table3_iq2": (8, 25, 43, 0, -8, -25, -43, 0),
+        "table4_iq3_s": (*_IQ3_S, *(-level for level in _IQ3_S)),
+        "table4_iq3_xxs": (*_IQ3_XXS, *(-level for level in _IQ3_XXS)),
+    }.items()
+}
 
 
 @dataclass(frozen=True, slots=True)
