@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvloom.contract.config import EngineConfig
-from kvloom.contract.request import SamplingParams as Params
+from kvloom.contract.sampling import SamplingParams as Params
 from kvloom.engine_api import (
     BlockQuotas,
     Code,

@@ -6,7 +6,7 @@ from typing import Any
 from kvloom.server.config.key import Key
 from kvloom.server.config.keys import LAYOUT_2, keys_of
 
-_KEYS: Mapping[str, Key] = {key.setting: key for _, key in keys_of(LAYOUT_2) if key.setting}
+KEYS: Mapping[str, Key] = {key.setting: key for _, key in keys_of(LAYOUT_2) if key.setting}  # by setting
 # options take more than the file: every port, one of several devices ("cuda:1")
 _WIDER = ("port", "device")
 
@@ -16,7 +16,7 @@ def check_given(name: str, setting: str, value: Any) -> None:
 
     Paths are left to whoever opens them: the file system takes names that no JSON text holds.
     """
-    key = _KEYS.get(setting)
+    key = KEYS.get(setting)
     if value is None or key is None or setting in _WIDER or not isinstance(value, key.types):
         return
     key.check(name, value)

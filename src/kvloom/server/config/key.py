@@ -14,6 +14,7 @@ _TYPE_NAMES = {
 }  # fmt: skip
 Type: TypeAlias = type[Any]
 MAX_SHOWN = 100  # characters of a wrong value in a message
+PATH = 4096  # characters of a path; spec tables 2-2 to 2-5 say 4096 and 2048, later releases 4096 throughout
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,9 @@ class Key:
     `low` and `high` bound a number; `longest` is the maximum length of a text in characters; `items` is the type of a
     list's elements; `pattern`, which `form` describes in words, must match a whole text; `check_more` raises
     BadRequest("", problem). `read` makes one value of several spellings.
+
+    `flag` is the option of `kvloom serve` that overrides the setting; `help` is its text where that is not the meaning,
+    {choices} in it the permitted values.
     """
 
     type: Type | tuple[Type, ...]
@@ -40,6 +44,8 @@ class Key:
     check_more: Callable[[Any], None] | None = None
     read: Callable[[Any], Any] | None = None
     default_https: Any = None  # what `kvloom config init --https` writes instead
+    flag: str = ""
+    help: str = ""
 
     @property
     def is_idle(self) -> bool:

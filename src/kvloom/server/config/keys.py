@@ -12,7 +12,7 @@ from typing import Any
 from kvloom.contract.config import MAX_COUNT, MAX_CRASH_PATIENCE_S, MAX_GAP_S, WEIGHT_FORMATS
 from kvloom.server.config.backends import check_backend
 from kvloom.server.config.devices import devices_of
-from kvloom.server.config.key import Key, check_devices, check_gap, check_not_empty, needed
+from kvloom.server.config.key import PATH, Key, check_devices, check_gap, check_not_empty, needed
 from kvloom.server.config.plugin_options import PLUGIN_KEYS
 from kvloom.server.config.published import (
     BACKEND_KEYS,
@@ -26,24 +26,26 @@ from kvloom.server.serving.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 _NUMBER = (int, float)
 _MODEL_NAME = r"(?=.{1,256}$)[A-Za-z0-9_][A-Za-z0-9_.:-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.:-]*)*"
-_PATH = 4096  # characters; spec tables 2-2 to 2-5 say 4096 and 2048, later releases 4096 throughout
 
 
 def _tls(meaning: str, default: str | None, setting: str) -> Key:
     """A path of TLS files; `default` is where `kvloom cert dev` writes them."""
-    return Key(str, meaning, setting=setting, longest=_PATH, default_https=default)
+    return Key(str, meaning, setting=setting, longest=PATH, default_https=default)
 
 
 _SERVE: dict[str, Key] = {
-    "ipAddress": needed(str, "127.0.0.1", "address of the REST interface", setting="host"),
-    "port": needed(int, 1025, "its port", 1024, 65535, setting="port"),
+    "ipAddress": needed(str, "127.0.0.1", "address to listen on", setting="host", flag="--host"),
+    "port": needed(
+        int, 1025, "its port", 1024, 65535, setting="port", flag="--port",
+        help="Port to listen on; 0 takes a free one.",
+    ),
     "maxLinkNum": needed(int, 300, "requests served at once; twice as many wait", 1, 1000, setting="max_link_num"),
     "httpsEnabled": needed(
         bool, False, "HTTPS with client certificates; needs the tls keys", setting="https", default_https=True
     ),
     "tlsCaPath": _tls("folder of the CA certificates", "security/ca", "tls_ca_path"),
     "tlsCaFile": Key(
-        list, "CA certificates that sign clients", setting="tls_ca_files", items=str, longest=_PATH,
+        list, "CA certificates that sign clients", setting="tls_ca_files", items=str, longest=PATH,
         default_https=["ca.pem"],
     ),
     "tlsCert": _tls("the server's certificate", "security/certs/server.pem", "tls_cert"),
@@ -57,8 +59,11 @@ _SERVE: dict[str, Key] = {
     "kmcKsStandby": _tls("the same under its other name", None, "keystore_standby"),
     "tlsCrl": _tls("revoked client certificates", "security/certs/server_crl.pem", "tls_crl"),
     "tlsCrlPath": _tls("folder of tlsCrlFiles", None, "tls_crl_path"),
-    "tlsCrlFiles": Key(list, "revocation lists in it", setting="tls_crl_files", items=str, longest=_PATH),
-    "allowAllZeroIpListening": Key(bool, "ipAddress may be 0.0.0.0 or ::", setting="allows_all_addresses"),
+    "tlsCrlFiles": Key(list, "revocation lists in it", setting="tls_crl_files", items=str, longest=PATH),
+    "allowAllZeroIpListening": Key(
+        bool, "ipAddress may be 0.0.0.0 or ::", setting="allows_all_addresses", flag="--allow-all-addresses",
+        help="Let --host be 0.0.0.0 or ::.",
+    ),
     "managementIpAddress": Key(str, "address of the status routes, with managementPort", setting="management_host"),
     "managementPort": Key(int, "status routes move to this port", 1024, 65535, setting="management_port"),
     "validateModel": Key(bool, "a wrong model name is a 404, not served by the default", setting="validates_model"),
@@ -72,10 +77,12 @@ _SERVE: dict[str, Key] = {
     "maxRequestLength": Key(int, "largest body in MB", 1, 1024, setting="max_body_mb"),
     "tokenTimeout": Key(int, "seconds after which a step counts as hung", 1, 3600, setting="step_timeout_s"),
     "crashPatience": Key(
-        _NUMBER, "seconds that requests wait for a model that died; 0 = they end", 0, MAX_CRASH_PATIENCE_S,
-        setting="crash_patience_s",
+        _NUMBER, "seconds that requests wait for a model that died; 0: they end", 0, MAX_CRASH_PATIENCE_S,
+        setting="crash_patience_s", flag="--crash-patience",
     ),
-    "runAhead": Key(bool, "the step after one that decodes is sent while that one runs", setting="run_ahead"),
+    "runAhead": Key(
+        bool, "send the step after one that decodes while it runs", setting="run_ahead", flag="--run-ahead"
+    ),
     "fairTokenMicroseconds": Key(
         int, "what a token costs a key's holder; 0 = keys are not told apart", 0, 10**6, setting="fair_token_us"
     ),
@@ -83,12 +90,16 @@ _SERVE: dict[str, Key] = {
         _NUMBER, "seconds without work after which the KV cache's memory goes back; 0 = never", 0, 10**7,
         setting="idle_release_s",
     ),
-    "apiKeyFile": Key(str, "hashes of API keys, one a line", setting="api_key_file", longest=_PATH),
+    "apiKeyFile": Key(
+        str, "hashes of API keys, one a line (kvloom api-key)", setting="api_key_file", longest=PATH,
+        flag="--api-key-file",
+    ),
     "loraRoot": Key(
-        str, "folder below which LoRA adapters may be loaded at run time", setting="lora_root", longest=_PATH
+        str, "adapters below it may be loaded at run time", setting="lora_root", longest=PATH, flag="--lora-root"
     ),
     "responseStore": Key(
-        str, "file that responses and conversations are kept in", setting="response_store", longest=_PATH
+        str, "file that responses and conversations are kept in", setting="response_store", longest=PATH,
+        flag="--response-store", help="Keep responses of /v1/responses in this file.",
     ),
     "responseStoreCount": Key(int, "responses and conversations kept at most", 1, setting="response_store_count"),
     "responseStoreMegabytes": Key(int, "MB of them kept at most", 1, 10**6, setting="response_store_mb"),
@@ -96,10 +107,12 @@ _SERVE: dict[str, Key] = {
     "corsOrigins": Key(list, "web origins whose pages may call; none by default", setting="cors_origins", items=str),
     "allowedImageHosts": Key(
         list, "servers that images are fetched from: a.example, *.a.example, * = any public one, or a network",
-        setting="image_hosts", items=str,
+        setting="image_hosts", items=str, flag="--allowed-image-host",
+        help="Server that images are fetched from; may be repeated.",
     ),
     "allowedHosts": Key(
-        list, "names it is asked under, a.example or *.a.example; * = any", setting="allowed_hosts", items=str
+        list, "names it is asked under, a.example or *.a.example; * = any", setting="allowed_hosts", items=str,
+        flag="--allowed-host", help="Name to be asked under; may be repeated.",
     ),
     "stopServiceByGet": Key(bool, "GET /stopService stops without keys and managementPort", setting="may_stop_by_get"),
     "otlpEndpoint": Key(str, "collector that traces go to, http://HOST:4318", setting="otlp_endpoint"),
@@ -114,10 +127,11 @@ _SERVE: dict[str, Key] = {
 }  # fmt: skip
 _LOG: dict[str, Key] = {
     "logLevel": needed(
-        str, "Info", "what is logged", choices=("Verbose", "Info", "Warning", "Error", "None"), setting="log_level"
+        str, "Info", "what is logged", choices=("Verbose", "Info", "Warning", "Error", "None"), setting="log_level",
+        flag="--log-level", help="{choices}.",
     ),
     "logPath": needed(
-        str, "/logs/mindservice.log", "the log file, under the install folder", setting="log_path", longest=_PATH,
+        str, "/logs/mindservice.log", "the log file, under the install folder", setting="log_path", longest=PATH,
         check_more=check_not_empty,
     ),
     "logFileSize": Key(int, "MB of a log file before the next one begins", 1, 500, setting="log_file_mb"),
@@ -129,11 +143,11 @@ _MODEL: dict[str, Key] = {
         default="Standard",
     ),
     "modelName": needed(
-        str, "smollm2", "the name that requests use", setting="name", pattern=_MODEL_NAME,
+        str, "smollm2", "the name that requests use", setting="name", flag="--served-model-name", pattern=_MODEL_NAME,
         form="1 to 256 letters, digits, '-', '_', '.', ':' or '/', a letter, a digit or '_' first and after each '/'",
     ),
     "modelWeightPath": needed(
-        str, "smollm2", "a folder, a .gguf file or a fetched model's name", setting="model", longest=_PATH
+        str, "smollm2", "a folder, a .gguf file, or the name of a fetched model", setting="model", longest=PATH
     ),
     "worldSize": needed(int, 1, "processes that share the model, tensor parallel", 1, 64, setting="world_size"),
     "cpuMemSize": needed(
@@ -144,13 +158,23 @@ _MODEL: dict[str, Key] = {
     ),
     "backendType": needed(
         str, "default", "the back end: default, cpu, torch, mock, vllm or a plug-in; atb and the like count as default",
-        setting="backend_type", check_more=check_backend,
+        setting="backend_type", check_more=check_backend, flag="--backend",
+        help="auto, cpu, torch, mock (no weights), or an engine that is installed.",
     ),
-    "kvCacheDtype": Key(str, "of the KV cache", choices=("auto", "bf16", "int8"), setting="kv_dtype"),
-    "weightFormat": Key(str, "of the CPU kernels", choices=WEIGHT_FORMATS, setting="weight_format"),
-    "weightCache": Key(str, 'folder that packed weights are kept in, or "off"', setting="weight_cache"),
+    "kvCacheDtype": Key(
+        str, "of the KV cache", choices=("auto", "bf16", "int8"), setting="kv_dtype", flag="--kv-dtype",
+        help="Of keys and values: {choices}.",
+    ),
+    "weightFormat": Key(
+        str, "of the CPU kernels", choices=WEIGHT_FORMATS, setting="weight_format", flag="--weight-format",
+        help="{choices}.",
+    ),
+    "weightCache": Key(
+        str, "folder that packed weights are kept in, or off", setting="weight_cache", flag="--weight-cache"
+    ),
     "deviceType": Key(
-        str, "what computes; cuda and npu take the torch backend", choices=("cpu", "cuda", "npu"), setting="device"
+        str, "what computes; cuda and npu take the torch backend", choices=("cpu", "cuda", "npu"), setting="device",
+        flag="--device", help="{choices}.",
     ),
     "toolParser": Key(
         str, "how the model writes tool calls; auto = as its chat template says", choices=("auto", *TOOL_PARSERS),
@@ -161,13 +185,17 @@ _MODEL: dict[str, Key] = {
         choices=("auto", *REASONING_PARSERS), setting="reasoning_parser",
     ),
     "generationConfig": Key(
-        str, "auto: requests that leave sampling open get what the model's files advise; none: they do not",
-        choices=("auto", "none"), setting="generation_config",
+        str, "auto: sample as the model's files advise where requests do not say; or none", choices=("auto", "none"),
+        setting="generation_config", flag="--generation-config",
     ),
     "parseSpecialTokens": Key(
-        bool, "special tokens in the text of messages are taken for such", setting="parses_special_text"
+        bool, "take special tokens in the text of messages for such", setting="parses_special_text",
+        flag="--parse-special-tokens",
     ),
-    "loraModules": Key(list, "LoRA adapters of the start, \"NAME=PATH\" each", setting="lora_modules", items=str),
+    "loraModules": Key(
+        list, "LoRA adapters of the start, \"NAME=PATH\" each", setting="lora_modules", items=str,
+        flag="--lora-modules", help="LoRA adapter, NAME=PATH; may be repeated.",
+    ),
     "imageSteps": Key(
         int, "of a text-to-image model: denoising steps; the pipeline's own by default", 1, 200, setting="image_steps"
     ),
@@ -192,21 +220,25 @@ _SCHEDULE: dict[str, Key] = {
         int, 50, "weight of decode with supportSelectBatch, ms", 0, 1000, setting="decode_ms_per_seq"
     ),
     "decodePolicyType": needed(int, 0, _POLICIES, choices=(0, 1, 3), setting="decode_policy"),
-    "maxBatchSize": needed(int, 200, "requests in a step", 1, 5000, setting="max_batch"),
+    "maxBatchSize": needed(
+        int, 200, "most requests computed in one step", 1, 5000, setting="max_batch", flag="--max-batch"
+    ),
     "maxIterTimes": needed(int, 512, "longest answer in tokens, below maxSeqLen", 1, setting="max_iter_times"),
     "maxPreemptCount": needed(int, 0, "requests a step may preempt; 0 = never", 0, setting="max_preempt"),
     "maxDecodeGap": Key(
         _NUMBER, "ms that a step may take while somebody streams; 0 = throughput first, -1 = 3 decode steps", -1,
-        1000 * MAX_GAP_S, setting="max_gap_ms", default=-1, check_more=check_gap,
+        1000 * MAX_GAP_S, setting="max_gap_ms", default=-1, check_more=check_gap, flag="--max-gap-ms",
+        help="Longest step while somebody streams; 0: throughput first, -1: 3 decode steps.",
     ),
     "streamInterval": Key(
-        int, "tokens that a stream sends together, after its first", 1, 1000, setting="stream_interval",
-        default=1,
+        int, "tokens sent together, after a stream's first", 1, 1000, setting="stream_interval", default=1,
+        flag="--stream-interval",
     ),
     "supportSelectBatch": needed(bool, False, "weigh prefill against decode", setting="is_selecting"),
     "supportSwapPolicy": Key(bool, "preempted requests are swapped out to cpuMemSize", setting="is_swapping"),
     "numSpeculativeTokens": Key(
-        int, "tokens guessed ahead from the prompt; 0 = off", 0, 64, setting="num_speculative_tokens"
+        int, "tokens guessed ahead by prompt lookup; 0 is off", 0, 64, setting="num_speculative_tokens",
+        flag="--speculate",
     ),
     "maxQueueDelayMicroseconds": needed(
         int, 5000, "how long a batch may wait to fill", 500, 1_000_000, setting="max_queue_delay_us"
@@ -229,7 +261,13 @@ _DEVICES = needed(
 )  # fmt: skip
 _DEPLOY: dict[str, Any] = {
     "maxSeqLen": needed(
-        int, 2560, "longest prompt and answer together, in tokens", 2, MAX_COUNT, setting="max_seq_len"
+        int,
+        2560,
+        "longest prompt and answer together, in tokens",
+        2,
+        MAX_COUNT,
+        setting="max_seq_len",
+        flag="--max-seq-len",
     ),
     "npuDeviceIds": _DEVICES,
 }

@@ -11,17 +11,27 @@ from kvloom.server.config.key import Key
 VLLM_START_S = 600.0  # default time that requests wait for a vLLM that died: it takes minutes to start
 _CHOICES = ("mp", "ray", "uni", "external_launcher")
 PLUGIN_KEYS: Mapping[str, Key] = {
-    "tensorParallelSize": Key(int, "vLLM: devices that share each layer", 1, 1024, setting="tensor_parallel_size"),
+    "tensorParallelSize": Key(
+        int, "vLLM: devices that share each layer", 1, 1024, setting="tensor_parallel_size",
+        flag="--tensor-parallel-size",
+    ),
     "pipelineParallelSize": Key(
-        int, "vLLM: groups of devices that share the layers", 1, 1024, setting="pipeline_parallel_size"
+        int, "vLLM: stages of some layers each", 1, 1024, setting="pipeline_parallel_size",
+        flag="--pipeline-parallel-size",
     ),
     "distributedExecutorBackend": Key(
-        str, "vLLM: what starts its workers", choices=_CHOICES, setting="distributed_executor_backend"
+        str, "vLLM: what starts its workers", choices=_CHOICES, setting="distributed_executor_backend",
+        flag="--distributed-executor-backend", help="vLLM: mp, ray, uni: starts workers.",
     ),
-    "quantization": Key(str, "vLLM: how the weights are quantised", setting="quantization", longest=64),
-    "maxModelLen": Key(int, "vLLM: longest prompt and answer together; before maxSeqLen", 2, setting="max_model_len"),
+    "quantization": Key(
+        str, "vLLM: how the weights are quantised", setting="quantization", longest=64, flag="--quantization"
+    ),
+    "maxModelLen": Key(
+        int, "vLLM: longest prompt and answer together; before maxSeqLen", 2, setting="max_model_len",
+        flag="--max-model-len", help="vLLM: longest prompt and answer together.",
+    ),
     "engineOptions": Key(dict, "options of a back end that is a plug-in, by its own names", setting="engine_options"),
-}
+}  # fmt: skip
 SETTINGS = {key.setting: name for name, key in PLUGIN_KEYS.items() if name != "engineOptions"}
 # settings without effect with vLLM, whose own scheduler decides
 _IDLE = (
