@@ -1,6 +1,7 @@
 """ctypes mirror of cpu/abi.h."""
 
 import ctypes
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,43 +108,45 @@ class DrawRules(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p")), ("point", ctypes.c_double))
 
 
+SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {  # function -> (result, arguments)
+    "kvl_isa": (ctypes.c_char_p, []),
+    "kvl_use": (_I32, [_POINTER, _I32]),
+    "kvl_new": (_POINTER, [ctypes.POINTER(Shape)]),
+    "kvl_free": (None, [_POINTER]),
+    "kvl_add_linear": (_I32, [_POINTER, _I64, _I64, _I32]),
+    "kvl_set_format": (_I32, [_POINTER, _I32, _I64, _I32]),
+    "kvl_add_vector": (_I32, [_POINTER, _POINTER, _I64]),
+    "kvl_add_mixture": (_I32, [_POINTER, ctypes.POINTER(Mixture)]),
+    "kvl_add_delta_rule": (_I32, [_POINTER, ctypes.POINTER(DeltaRuleShape)]),
+    "kvl_allocate": (_I64, [_POINTER]),
+    "kvl_arena_bytes": (_I64, [_POINTER, _I32]),
+    "kvl_arena": (_POINTER, [_POINTER, _I32]),
+    "kvl_adopt": (None, [_POINTER, _POINTER]),
+    "kvl_fill_f32": (None, [_POINTER, _I32, _POINTER, _I64, _I64, _I32]),
+    "kvl_fill_numbers": (None, [_POINTER, _I32, ctypes.POINTER(FileNumbers), _I64, _I64, _I32]),
+    "kvl_round_bf16": (None, [_POINTER, _I64, _POINTER]),
+    "kvl_adapter_new": (_I32, [_POINTER]),
+    "kvl_adapter_add": (
+        _I64,
+        [_POINTER, _I32, _I32, _POINTER, _POINTER, _I64, _I64, ctypes.c_float, _I64, _I32],
+    ),
+    "kvl_adapter_free": (None, [_POINTER, _I32]),
+    "kvl_set_embed": (None, [_POINTER, _POINTER, _I32]),
+    "kvl_add_rope": (_I32, [_POINTER, _POINTER, _I32]),
+    "kvl_set_program": (_I32, [_POINTER, ctypes.POINTER(Instruction), _I32]),
+    "kvl_step": (_I32, [_POINTER, ctypes.POINTER(Batch)]),
+    "kvl_step_again": (_I32, [_POINTER, ctypes.POINTER(Batch)]),
+    "kvl_draw": (_I32, [_POINTER, _I64, ctypes.POINTER(DrawRules)]),
+    "kvl_uniform": (ctypes.c_double, [ctypes.c_uint64, ctypes.c_uint64]),
+    "kvl_probe_bandwidth": (ctypes.c_double, [_POINTER, _I64, _I32]),
+}
+
+
 @cache
 def load(path: Path) -> ctypes.CDLL:
     """The library with its functions' types declared. Calls release the interpreter lock, and raise MemoryError."""
     lib = ctypes.CDLL(str(path))
-    signatures = {
-        "kvl_isa": (ctypes.c_char_p, []),
-        "kvl_use": (_I32, [_POINTER, _I32]),
-        "kvl_new": (_POINTER, [ctypes.POINTER(Shape)]),
-        "kvl_free": (None, [_POINTER]),
-        "kvl_add_linear": (_I32, [_POINTER, _I64, _I64, _I32]),
-        "kvl_set_format": (_I32, [_POINTER, _I32, _I64, _I32]),
-        "kvl_add_vector": (_I32, [_POINTER, _POINTER, _I64]),
-        "kvl_add_mixture": (_I32, [_POINTER, ctypes.POINTER(Mixture)]),
-        "kvl_add_delta_rule": (_I32, [_POINTER, ctypes.POINTER(DeltaRuleShape)]),
-        "kvl_allocate": (_I64, [_POINTER]),
-        "kvl_arena_bytes": (_I64, [_POINTER, _I32]),
-        "kvl_arena": (_POINTER, [_POINTER, _I32]),
-        "kvl_adopt": (None, [_POINTER, _POINTER]),
-        "kvl_fill_f32": (None, [_POINTER, _I32, _POINTER, _I64, _I64, _I32]),
-        "kvl_fill_numbers": (None, [_POINTER, _I32, ctypes.POINTER(FileNumbers), _I64, _I64, _I32]),
-        "kvl_round_bf16": (None, [_POINTER, _I64, _POINTER]),
-        "kvl_adapter_new": (_I32, [_POINTER]),
-        "kvl_adapter_add": (
-            _I64,
-            [_POINTER, _I32, _I32, _POINTER, _POINTER, _I64, _I64, ctypes.c_float, _I64, _I32],
-        ),
-        "kvl_adapter_free": (None, [_POINTER, _I32]),
-        "kvl_set_embed": (None, [_POINTER, _POINTER, _I32]),
-        "kvl_add_rope": (_I32, [_POINTER, _POINTER, _I32]),
-        "kvl_set_program": (_I32, [_POINTER, ctypes.POINTER(Instruction), _I32]),
-        "kvl_step": (_I32, [_POINTER, ctypes.POINTER(Batch)]),
-        "kvl_step_again": (_I32, [_POINTER, ctypes.POINTER(Batch)]),
-        "kvl_draw": (_I32, [_POINTER, _I64, ctypes.POINTER(DrawRules)]),
-        "kvl_uniform": (ctypes.c_double, [ctypes.c_uint64, ctypes.c_uint64]),
-        "kvl_probe_bandwidth": (ctypes.c_double, [_POINTER, _I64, _I32]),
-    }
-    for name, (result, arguments) in signatures.items():
+    for name, (result, arguments) in SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
         if result in (_I32, _I64, ctypes.c_double):
