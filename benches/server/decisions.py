@@ -21,7 +21,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -120,12 +120,12 @@ WAYS: dict[str, Ask] = {
 }
 
 
-async def measured(num_words: int, rounds: int) -> dict[str, list[float]]:
+async def measured(chosen: Sequence[str], num_words: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each way in each round, after one with a short letter that is not counted."""
-    draw, found = random.Random(time.time_ns()), {name: list[float]() for name in WAYS}
+    draw, found = random.Random(time.time_ns()), {name: list[float]() for name in chosen}
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{PORT}", timeout=LIMIT_S) as client:
         for number in range(rounds + 1):
-            names = list(WAYS)
+            names = list(found)
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 text, start = letter(draw, num_words if number else 20), time.perf_counter()
                 await WAYS[name](client, text)
@@ -137,13 +137,15 @@ async def measured(num_words: int, rounds: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="decisions is always one")
     parser.add_argument("--words", type=int, default=900)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     flags = ["--port", str(PORT), "--served-model-name", "m"]
     with ServerProcess([sys.executable, "-m", "kvloom.cli", "serve", options.model, *flags]) as server:
         server.first_answer_s(Target(f"http://127.0.0.1:{PORT}", "m"), 300, [1000] * 16)
-        found = asyncio.run(measured(options.words, options.rounds))
+        ways = dict.fromkeys(["decisions", *options.ways])
+        found = asyncio.run(measured(list(ways), options.words, options.rounds))
     medians = {name: statistics.median(values) for name, values in found.items()}
     told: dict[str, Any] = {"bench": "decisions", "model": options.model, "words": options.words}
     told |= {"questions": NUM_QUESTIONS, "rounds": options.rounds}
