@@ -38,8 +38,8 @@ def touch(checkout: Path, *stamps: str) -> None:
 def test_serving_needs_no_test_and_no_torch(checkout):
     found = commands(checkout, "serve", "UV=")
     assert found == [
-        "python3 -m venv .venv",
-        f"{PREPARE} .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e . \\",
+        f"{PREPARE} python3 -m venv .venv \\",
+        "  && .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e . \\",
         THEN,
         "touch .venv/.serving",
         ".venv/bin/kvloom serve",
@@ -49,8 +49,8 @@ def test_serving_needs_no_test_and_no_torch(checkout):
 def test_uv_installs_it_where_there_is_one(checkout):
     found = commands(checkout, "serve", "UV=/opt/uv")
     assert found[:2] == [
-        "/opt/uv venv --allow-existing --python python3 .venv",
-        f"{PREPARE} /opt/uv pip install --python .venv/bin/python -c constraints.txt -e . \\",
+        f"{PREPARE} /opt/uv venv --allow-existing --python python3 .venv \\",
+        "  && /opt/uv pip install --python .venv/bin/python -c constraints.txt -e . \\",
     ]
 
 

@@ -35,7 +35,7 @@ def stub(block_size: int, num_blocks: int, is_scaled: bool) -> Backend:
     sizes = [3 * block_size, 4 * block_size] if is_scaled else [3 * block_size]
     parts = [random.integers(0, 256, (NUM_LAYERS, 2, num_blocks, size), np.uint8) for size in sizes]
     backend = SimpleNamespace(name="cpu", block_size=block_size, num_blocks=num_blocks, kv_parts=tuple(parts))
-    backend.kv_bytes = sum(part.nbytes for part in parts)
+    backend.kv_bytes, backend.copy = sum(part.nbytes for part in parts), np.copyto
     return backend
 
 

@@ -51,9 +51,9 @@ class Engine:
             config = vllm_config(address, **changes)
             self.scheduler = module.EMSConnector(config, KVConnectorRole.SCHEDULER, caches)
         self.scheduler.set_xfer_handshake_metadata_pp_aware(shakes)
-        circuit = self.scheduler._scheduling.lookup._circuit
+        circuits = [self.scheduler._scheduling.lookup, *(worker._moving.circuit for worker in self.workers)]
         if listens(address):
-            until(lambda: circuit.is_up)
+            until(lambda: all(circuit.is_up for circuit in circuits))
 
     def matched(self, request: FakeRequest, num_computed: int = 0) -> tuple[int, bool]:
         while True:
