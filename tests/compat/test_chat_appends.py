@@ -32,12 +32,16 @@ TURNS: dict[str, tuple[list[Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def prompt(tokenizer: RealTemplate, form: ChatForm, messages: list[Any], tools: list[Any], is_open: bool) -> str:
+def prompt(
+    tokenizer: RealTemplate, form: ChatForm, messages: list[Any], tools: list[Any], is_open: bool, **values: Any
+) -> str:
+    """As the server makes it. Raises BadRequest. `values`: further variables of the template."""
     known, shown = as_shown(tokenizer, form, messages, tools, "messages")
     problem: BadRequest | None = None
     for shape in shapes_of(form.kept, known):
         try:
-            return tokenizer.apply_chat_template(shape, tools=list(shown) or None, add_generation_prompt=is_open)
+            given = {"tools": list(shown) or None, "add_generation_prompt": is_open, **values}
+            return tokenizer.apply_chat_template(shape, **given)
         except BadRequest as error:
             problem = problem or error
     assert problem is not None

@@ -66,7 +66,6 @@ SHOWS_NONE = {
     "fireworks-ai-llama-3-firefunction-v2",
     "google-gemma-2-2b-it",
     "ibm-granite-granite-3.3-2B-Instruct",
-    "llama-cpp-deepseek-r1",
     "llama-cpp-rwkv-world",
     "microsoft-Phi-3.5-mini-instruct",
 }  # templates that show no call, or refuse it

@@ -42,6 +42,19 @@ def test_no_list_is_changed_otherwise(change: str):
         rendered(f"{{% set own = [1] %}}{{{{ own.{change} }}}}", [{"role": "user", "content": ""}])
 
 
+def test_a_template_that_wants_a_list_of_tools_gets_an_empty_one():
+    template = "{% for tool in tools %}{{ tool }}{% endfor %}{{ messages[0].content }}"
+    assert rendered(template, [{"role": "user", "content": "a"}]) == "a"
+    assert rendered("{{ tools is none }}", [{"role": "user", "content": ""}]) == "True"
+
+
+def test_what_a_filter_gives_becomes_json():
+    messages = [{"role": "user", "content": "a"}]
+    assert rendered("{{ messages | map(attribute='content') | tojson }}", messages) == '["a"]'
+    with pytest.raises(BadRequest, match="Undefined is no JSON"):
+        rendered("{{ nothing | tojson }}", messages)
+
+
 def test_a_template_reads_json():
     assert rendered("{{ (messages[0].content | from_json).a }}", [{"role": "user", "content": '{"a": 7}'}]) == "7"
     with pytest.raises(BadRequest, match="refuses them"):

@@ -109,6 +109,38 @@ def test_a_template_that_shows_no_call_is_known_by_a_mark_or_guessed():
     assert (form.calls.name, form.found) == ("minimax_m2", "a mark in the template")
 
 
+@pytest.mark.parametrize(
+    ("mark", "name"),
+    [
+        ("{# List of tools: [ #}", "pythonic"),
+        ("{# <|tool_list_start|> #}", "pythonic"),
+        ("{# write '<|tool_call|>' followed by a JSON list #}", "granite"),
+        ("{# <|open|> open_tag('tools') #}", "kimi_k3"),
+    ],
+)
+def test_calls_that_cannot_be_asked_for_are_known_by_a_mark(mark: str, name: str):
+    _, form = formed(mark)
+    assert (form.calls.name, form.found) == (name, "a mark in the template")
+
+
+K3 = (
+    '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="a" type="string"<|sep|>7<|close|>'
+    'argument<|sep|><|open|>argument key="n" type="number"<|sep|>7<|close|>argument<|sep|><|close|>call<|sep|>'
+    '<|open|>call tool="f" index="2"<|sep|><|open|>json type="object"<|sep|>{"a": "y"}<|close|>json<|sep|><|close|>'
+    "call<|sep|><|close|>tools<|sep|>"
+)
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_tags_of_kimi_k3_are_read_and_written(size: int):
+    _, form = formed("{# <|open|> open_tag('tools') #}")
+    assert read(form, K3, size) == ("", [("f", {"a": "7", "n": 7}), ("f", {"a": "y"})])
+    grammar = tool_grammar(form.calls, [Tool("f", "", SCHEMA)], ToolChoice("required"), True, "")
+    one = K3.partition('<|open|>call tool="f" index="2"')[0]
+    assert accepts(grammar, one + "<|close|>tools<|sep|>")
+    assert not accepts(grammar, one.replace('key="a"', 'key="b"') + "<|close|>tools<|sep|>")
+
+
 def test_the_marks_of_reasoning_are_those_that_the_template_shows():
     shown = FORMS["named"] + "{% endif %}{% if m.reasoning_content %}[WHY]{{ m.reasoning_content }}[/WHY]"
     _, form = formed(shown)

@@ -56,7 +56,13 @@ class ChatTemplates:
         try:
             if any(f".{change}" in self._templates[name] for change in _CHANGES):
                 values = deepcopy(values)  # so that no list but its own is changed
-            return _rendered(self._template(name), {**values, "add_generation_prompt": add_generation_prompt})
+            values["add_generation_prompt"] = add_generation_prompt
+            try:
+                return _rendered(self._template(name), values)
+            except TypeError:  # it wants a list, and there are no tools
+                if tools is not None:
+                    raise
+                return _rendered(self._template(name), {**values, "tools": []})
         except Exception as error:  # a template can raise anything
             raise BadRequest("messages", f"the model's chat template refuses them: {error}") from None
 
@@ -155,7 +161,14 @@ def _refuse(message: str) -> None:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, default=_listed, **options)
+
+
+def _listed(value: Any) -> list[Any]:
+    """What filters such as `map` give, as JSON has it."""
+    if not isinstance(value, Iterator):
+        raise TypeError(f"{type(value).__name__} is no JSON")
+    return list(value)
 
 
 _ENVIRONMENT = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])

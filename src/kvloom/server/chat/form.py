@@ -189,6 +189,7 @@ _KNOWN = (
         f'" type="{TYPE}"<|sep|>', "<|close|>argument<|sep|>",
         '<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>",
     ),
+    CallForm("granite", "object", "<|tool_call|>[", "]", True, '{"name": "', '", "arguments": ', "}", ", "),
     CallForm("pythonic", "python", "<|tool_call_start|>[", "]<|tool_call_end|>", True, mid="(", tail=")", between=", "),
     CallForm("functionary", "json", "<function=", "</function>", mid=">", between=""),
 )  # fmt: skip
@@ -226,7 +227,13 @@ CHANNELS = (
     ),
 )  # fmt: skip
 # regular expressions that are found in templates whose calls cannot be asked for -> names of KNOWN
-SHOWN_BY: Mapping[str, str] = MappingProxyType({r"<\|open\|>(?:.|\n)*open_tag\('tools'\)": "kimi_k3"})
+SHOWN_BY: Mapping[str, str] = MappingProxyType(
+    {
+        r"<\|open\|>(?:.|\n)*open_tag\('tools'\)": "kimi_k3",
+        r"<\|tool_list_start\|>|List of tools: \[": "pythonic",
+        r"<\|tool_call\|>'? followed by a JSON list": "granite",
+    }
+)
 NO_CALLS = CallForm("none", begin=ID)  # a text never contains its mark
 KNOWN: Mapping[str, CallForm] = MappingProxyType({form.name: form for form in _KNOWN})
 

@@ -106,6 +106,8 @@ def _of_calls(asking: _Asking) -> dict[str, Any]:
         for kind in ("object", "text"):
             call = _Calls(is_long, kind)
             text = asking.text([_user(_ASKED), call.message(1)])
+            if _VALUES[0] not in text:  # a call at the end may be shown as one that goes on
+                text = asking.text([_user(_ASKED), call.message(1), call.result(0)])
             is_printed = str({_KEY: _VALUES[0]}) in text  # as Python writes a mapping, which is no JSON
             if _VALUES[0] in text and (kind == "text" or not is_printed):
                 return {"arguments": kind, "has_long_ids": is_long} | _of_shown_calls(asking, call)

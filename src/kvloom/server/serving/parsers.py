@@ -26,6 +26,7 @@ _CALLS = {
     "pythonic": ("lfm2",),
     "functionary": (),
     "gemma4": (),
+    "granite": (),
     "apriel": (),
     "harmony": ("openai", "gpt-oss", "gpt_oss"),
     "llm_jp": (),
