@@ -77,8 +77,8 @@ _NO_NAMES: Mapping[str, str] = {}
 
 def file_name(name: str, own: Mapping[str, str] = _NO_NAMES) -> str:
     """GGUF's name of a canonical tensor; `own`: names of a layer's tensors that differ."""
-    if name in TOP_NAMES:
-        return TOP_NAMES[name]
+    if "." not in name:
+        return own.get(name) or TOP_NAMES[name]
     _, index, part = name.split(".", 2)
     if part.startswith("experts."):
         _, expert, part = part.split(".")
@@ -105,9 +105,17 @@ def config_of(header: Header, file: str) -> tuple[str, dict[str, Any]]:
     config["use_sliding_window"] = config.get("sliding_window") is not None
     config |= {key: name in header.tensors for key, name in _TOLD_BY_TENSORS.items()}
     config["rope_scaling"] = _rope_scaling(arch, metadata)
+    if arch == "bert":
+        config |= _unsaid_by_encoders(header)
     if arch in ("granite", "granitemoe"):
         config |= _unsaid_by_granite(config, metadata.get(f"{arch}.rope.scaling.finetuned") is not False)
     return arch, config
+
+
+def _unsaid_by_encoders(header: Header) -> dict[str, Any]:
+    """Numbers of positions and of types of tokens: those of their tables, which files hold from the first in use on."""
+    tables = {"max_position_embeddings": "position_embd.weight", "type_vocab_size": "token_types.weight"}
+    return {key: header.tensors[name].shape[0] for key, name in tables.items() if name in header.tensors}
 
 
 def _unsaid_by_granite(config: Mapping[str, Any], has_rope: bool) -> dict[str, Any]:

@@ -47,6 +47,7 @@ CONFIG_KEYS = {  # Hugging Face's names -> GGUF's, behind the architecture's nam
     "head_dim": "attention.key_length",
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
     "rope_theta": "rope.freq_base",
     "sliding_window": "attention.sliding_window",
     "sliding_window_pattern": "attention.sliding_window_pattern",

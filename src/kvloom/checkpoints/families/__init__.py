@@ -76,6 +76,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma2Model": GEMMA2,
     "Gemma3TextModel": GEMMA3,  # EmbeddingGemma among them
     "BertModel": BERT,
+    "bert": BERT,
     "RobertaModel": ROBERTA,
     "XLMRobertaModel": ROBERTA,
     "llama": LLAMA,  # general.architecture of GGUF from here on

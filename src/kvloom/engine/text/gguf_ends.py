@@ -15,7 +15,10 @@ _SPELT = """
 """  # of texts; of turns and calls; what completes code ends with
 _SPELLINGS = frozenset(_SPELT.split())
 _NAMED = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-_DEFAULTS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}  # by tokenizer.ggml.model, where the file says nothing
+_DEFAULTS = {
+    "llama": {"bos": 1, "eos": 2, "unknown": 0},
+    "bert": {"cls": 101, "seperator": 102, "unknown": 100},
+}  # by tokenizer.ggml.model, where the file says nothing
 
 
 def named_id(meta: Mapping[str, Any], name: str) -> int | None:

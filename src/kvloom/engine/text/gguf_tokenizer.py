@@ -9,11 +9,13 @@ from tokenizers.models import BPE
 
 from kvloom.contract.errors import ModelError
 from kvloom.engine.text.gguf_ends import CONTROL, named_id, token_types
+from kvloom.engine.text.gguf_words import scored_pieces, word_pieces
 from kvloom.engine.text.splits import SPLITTINGS, Splitting
 
 UNKNOWN, USER_DEFINED = 2, 4  # token types of GGUF
 _NEVER_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 
+_OF_ENCODERS = {"bert": word_pieces, "t5": scored_pieces}  # which have ends of their own
 _MAX_PIECE = 4096  # characters of a token, which is cut at each of them; those of known vocabularies have below 100
 
 
@@ -30,10 +32,13 @@ def build_fast_tokenizer(meta: Mapping[str, Any], file: str) -> FastTokenizer:
         fast = _sentence_piece(meta, tokens, file)
     elif kind == "gemma4":
         fast = _marked_bpe(meta, tokens)
+    elif kind in _OF_ENCODERS:
+        fast = _OF_ENCODERS[kind](meta, tokens, file)
     else:
-        raise ModelError(f"{file}: tokenizer {kind!r} is not known; known are gpt2, llama and gemma4")
+        raise ModelError(f"{file}: tokenizer {kind!r} is not known; known are gpt2, llama, gemma4, bert and t5")
     fast.add_tokens(_added(meta, tokens))  # all at once: each call walks through all of them
-    _add_ends(fast, meta, tokens, with_bos)
+    if kind not in _OF_ENCODERS:
+        _add_ends(fast, meta, tokens, with_bos)
     return fast
 
 

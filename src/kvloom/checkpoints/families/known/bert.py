@@ -31,6 +31,20 @@ _NAMES = {
 }
 
 
+_GGUF_NAMES = {
+    "positions": "position_embd.weight",
+    "types": "token_types.weight",
+    "embed_norm": "token_embd_norm.weight",
+    "embed_norm_bias": "token_embd_norm.bias",
+    "attn_post_norm": "attn_output_norm.weight",
+    "attn_post_norm_bias": "attn_output_norm.bias",
+    "mlp_post_norm": "layer_output_norm.weight",
+    "mlp_post_norm_bias": "layer_output_norm.bias",
+    "up_bias": "ffn_up.bias",
+    "down_bias": "ffn_down.bias",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderFamily(Family):
     """`begins_behind_padding`: positions are counted from pad_token_id + 1 on, as fairseq's models do."""
@@ -78,5 +92,5 @@ class EncoderFamily(Family):
         return padding + 1
 
 
-BERT = EncoderFamily("bert", names=_NAMES)
+BERT = EncoderFamily("bert", names=_NAMES, gguf_names=_GGUF_NAMES)  # GGUF files call RoBERTa bert, too
 ROBERTA = EncoderFamily("roberta", names=_NAMES, begins_behind_padding=True)
