@@ -72,6 +72,14 @@ def test_a_file_of_fewer_bits_costs_what_it_takes_as_it_is(tmp_path):
     assert found.weight_bytes == int(1.15 * (WEIGHT_BYTES // 2))
 
 
+def test_layers_with_a_state_cost_one_for_each_sequence_and_nothing_for_a_token(tmp_path):
+    state = {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4}
+    shape = {**SHAPE, **state, "ssm.inner_size": 64, "full_attention_interval": 2, "attention.key_length": 16}
+    found = look(write_gguf(tmp_path / "model.gguf", "qwen35", shape, WEIGHT_BYTES))
+    assert found.kv_bytes_per_token == KV_BYTES // 2
+    assert found.process_bytes == (40 << 20) + 640 * 1000 + 4 * 4 * (3 * 128 + 4 * 16 * 16)
+
+
 def test_a_folder_costs_the_same(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "model.safetensors").write_bytes(b"x" * WEIGHT_BYTES)

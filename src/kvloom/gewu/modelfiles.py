@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvloom.gewu.codes import Code, Refused, shown
 
 SUFFIXES = (".json", ".jinja", ".safetensors", ".gguf")
+NUM_STATES = 4  # sequences that a worker runs at once, if the model's layers keep a state of each
 MAX_FILES = 250  # the most descriptors that one message carries
 
 

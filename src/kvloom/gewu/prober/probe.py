@@ -16,7 +16,7 @@ from kvloom.checkpoints.quantized.scheme import scheme_of
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError
 from kvloom.gewu.codes import Code, Refused
-from kvloom.gewu.modelfiles import ModelFiles
+from kvloom.gewu.modelfiles import NUM_STATES, ModelFiles
 
 _UNKNOWN_KV_BYTES = 128 << 10  # bytes a token where the shape is unknown: that of a model with about 4 billion weights
 _KEPT = 1.15  # memory of a quantised file relative to its size: scales are kept in 16 bits
@@ -60,7 +60,7 @@ def probe(files: ModelFiles, backend: str = "auto") -> Found:
         files.path,
         _weight_bytes(files, footprint.weight_bytes(taken, kept, spec, lambda name: ""), kept),
         footprint.kv_token_bytes(taken, kept, spec),
-        footprint.process_bytes(kept, spec.vocab_size),
+        footprint.process_bytes(kept, spec.vocab_size) + NUM_STATES * footprint.state_bytes(spec),
         spec.max_seq_len,
     )
 
