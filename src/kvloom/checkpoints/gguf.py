@@ -47,6 +47,7 @@ LAYER_NAMES = {
     "beta_in": "ssm_beta.weight",
     "decay_in": "ssm_alpha.weight",
     "ba": "ssm_ba.weight",
+    "short_in": "shortconv.in_proj.weight",
     "conv": "ssm_conv1d.weight",
     "decay": "ssm_a",
     "decay_bias": "ssm_dt.bias",
@@ -107,6 +108,10 @@ def config_of(header: Header, file: str) -> tuple[str, dict[str, Any]]:
     config["rope_scaling"] = _rope_scaling(arch, metadata)
     if arch == "bert":
         config |= _unsaid_by_encoders(header)
+    kv_heads = config.get("num_key_value_heads")
+    if isinstance(kv_heads, list) and len(set(kv_heads) - {0}) == 1:  # 0 where a layer has no attention
+        config["recurrent_layers"] = [not count for count in kv_heads]
+        config["num_key_value_heads"] = max(kv_heads)
     if arch in ("granite", "granitemoe"):
         config |= _unsaid_by_granite(config, metadata.get(f"{arch}.rope.scaling.finetuned") is not False)
     return arch, config

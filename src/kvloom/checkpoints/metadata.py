@@ -78,6 +78,7 @@ CONFIG_KEYS = {  # Hugging Face's names -> GGUF's, behind the architecture's nam
     "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank",
     "linear_inner_size": "ssm.inner_size",
+    "conv_L_cache": "shortconv.l_cache",
     "full_attention_interval": "full_attention_interval",
     "recurrent_layers": "attention.recurrent_layers",
 }

@@ -45,6 +45,7 @@ LAYER_NAMES = {
     "gate_in": "linear_attn.in_proj_z.weight",
     "beta_in": "linear_attn.in_proj_b.weight",
     "decay_in": "linear_attn.in_proj_a.weight",
+    "short_in": "conv.in_proj.weight",
     "qkvz": "linear_attn.in_proj_qkvz.weight",
     "ba": "linear_attn.in_proj_ba.weight",
     "conv": "linear_attn.conv1d.weight",

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import torch
 
-from kvloom.checkpoints.families.mixers import Attention, DeltaRule, Recurrent, Rope
+from kvloom.checkpoints.families.mixers import Attention, DeltaRule, Recurrent, Rope, ShortConv
 from kvloom.checkpoints.families.spec import DecoderSpec, Experts, Layer
 from kvloom.checkpoints.gguf_types import GGUF_TYPES
 from kvloom.checkpoints.quantized.packed import PackedMatrix, Part
@@ -156,6 +156,16 @@ SPECS |= {
         qk_norm="head",
         layers=(Plan(None, None, True, recurrent=DeltaRule(2, 2, 64, 64, 4)), Plan(rope_of(32), None, True, True)),
         experts=Experts(5, 2, 40, shared=72),
+    ),
+}
+
+
+SPECS |= {
+    "short convolution": tiny_spec(
+        "lfm2",
+        hidden=288,  # more channels than a thread takes at once
+        qk_norm="head",
+        layers=(Plan(rope_of(32)), Plan(None, recurrent=ShortConv(288, 3)), Plan(None, recurrent=ShortConv(48, 5))),
     ),
 }
 

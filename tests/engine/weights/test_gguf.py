@@ -54,6 +54,19 @@ NAMES = {
     "block_sparse_moe.router": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "mlp.gate": "ffn_gate_inp",
+    "model.embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
 }
 
 
@@ -85,7 +98,7 @@ def tensors_of(model: Any, arch: str) -> Iterator[tuple[str, np.ndarray[Any, Any
             yield from delta_gguf.converted(model.config, arch, key.split(".")[2], key.split(".linear_attn.")[1], data)
             continue
         if ".experts." not in key:
-            yield key, data
+            yield key, data[:, 0] if key.endswith("conv.conv.weight") else data
             continue
         layer, end = key.split(".")[2], "bias" if key.endswith("bias") else "weight"
         if arch == "gpt-oss" and end == "weight":
@@ -107,10 +120,12 @@ def write(path: Path, model: Any, arch: str, quantised: str | None = None, **met
         writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    widths = [value.shape[0] for key, value in model.state_dict().items() if key.endswith("feed_forward.w1.weight")]
+    writer.add_feed_forward_length(widths[0] if widths else config.intermediate_size)  # LFM2's is adjusted
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    counts = [config.num_key_value_heads * (kind != "conv") for kind in getattr(config, "layer_types", None) or []]
+    writer.add_head_count_kv(counts if 0 in counts else config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.norm_eps if arch.startswith("lfm2") else config.rms_norm_eps)
     ropes = config.rope_parameters
     writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
     if getattr(config, "head_dim", None):

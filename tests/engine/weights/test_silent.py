@@ -8,8 +8,10 @@ import transformers
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.families import FAMILIES, family_of
+from kvloom.checkpoints.families.mixers import ShortConv
 from kvloom.checkpoints.gguf import config_of
 from kvloom.checkpoints.metadata import Header, TensorInfo, config_keys
+from kvloom.contract.errors import ModelError
 from tests.engine.weights.test_gguf import write
 from tests.support.models.checkpoints import tiny_model
 
@@ -93,6 +95,7 @@ BARE = {
 }
 BARE |= {"num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 32}
 BARE |= {"shared_expert_intermediate_size": 32}
+RECURRENT = ("linear_attention", "conv")
 FOLDERS = [name for name in FAMILIES if name.endswith("ForCausalLM")]
 
 
@@ -105,10 +108,13 @@ def test_a_folder_that_says_only_its_sizes_is_what_transformers_makes_of_it(name
     window = getattr(theirs, "sliding_window", None) if getattr(theirs, "use_sliding_window", True) else None
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 8
     assert [mixer.window for _, mixer in spec.attention] == [
-        window if kind == "sliding_attention" and window else None for kind in kinds if kind != "linear_attention"
+        window if kind == "sliding_attention" and window else None for kind in kinds if kind not in RECURRENT
     ]
-    assert [index for index, _ in spec.recurrent] == [i for i, kind in enumerate(kinds) if kind == "linear_attention"]
+    assert [index for index, _ in spec.recurrent] == [i for i, kind in enumerate(kinds) if kind in RECURRENT]
     for _, mixer in spec.recurrent:
+        if isinstance(mixer, ShortConv):
+            assert (mixer.size, mixer.conv_width) == (theirs.hidden_size, theirs.conv_L_cache)
+            continue
         assert (mixer.num_k_heads, mixer.num_v_heads) == (theirs.linear_num_key_heads, theirs.linear_num_value_heads)
         assert (mixer.k_dim, mixer.v_dim) == (theirs.linear_key_head_dim, theirs.linear_value_head_dim)
         assert mixer.conv_width == theirs.linear_conv_kernel_dim
@@ -118,8 +124,21 @@ def test_a_folder_that_says_only_its_sizes_is_what_transformers_makes_of_it(name
         for index, mixer in spec.attention:
             assert mixer.rope is None or mixer.rope.inv_freq[1] == pytest.approx(thetas[index] ** (-2 / mixer.rope.dim))
     assert spec.num_kv_heads == theirs.num_key_value_heads
-    assert spec.norm_eps == theirs.rms_norm_eps
+    assert spec.norm_eps == (theirs.norm_eps if name.startswith("Lfm2") else theirs.rms_norm_eps)
     assert spec.max_seq_len == theirs.max_position_embeddings
     assert spec.tie_embeddings == theirs.tie_word_embeddings
     head_dim = getattr(theirs, "head_dim", None) or 1024 // 32
     assert spec.head_dim == head_dim
+
+
+@pytest.mark.parametrize("fields", [{"conv_bias": True}, {"use_expert_bias": False}])
+def test_kinds_of_lfm2_that_nobody_has_published_are_refused(fields):
+    with pytest.raises(ModelError, match="lfm2 with conv_bias, or without use_expert_bias, is not supported"):
+        FAMILIES["Lfm2ForCausalLM"].spec({**BARE, **fields})
+
+
+def test_which_layers_of_lfm2_have_attention_is_said_by_number_too():
+    assert [index for index, _ in FAMILIES["Lfm2ForCausalLM"].spec({**BARE, "full_attn_idxs": [1, 5]}).attention] == [
+        1,
+        5,
+    ]

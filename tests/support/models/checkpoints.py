@@ -190,6 +190,16 @@ TINY_MODELS |= {
     "qwen3 next": ("Qwen3Next", DELTA_EXPERTS),
     "qwen3 next, a dense layer": ("Qwen3Next", {**DELTA_EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}),
 }
+TIED = {"tie_word_embeddings": True}
+SHORT = {"num_hidden_layers": 4, "layer_types": ["conv", FULL, "conv", "conv"], "tie_word_embeddings": False}
+TINY_MODELS |= {
+    "lfm2": ("Lfm2", {**SHORT, "block_multiple_of": 32}),
+    "lfm2, tied, sizes as they are": (
+        "Lfm2",
+        {**SHORT, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
+    ),
+    "lfm2 moe": ("Lfm2Moe", {**SHORT, **QWEN_EXPERTS, "num_dense_layers": 1, **TIED}),
+}
 VOCAB_SIZE = 128
 BASE = {
     "hidden_size": 64,
@@ -214,13 +224,13 @@ def tiny_model(name: str, **fields: Any) -> transformers.PreTrainedModel:
     for key, parameter in (*model.named_parameters(), *model.named_buffers()):
         if key.endswith("inv_freq"):
             continue
-        if key.endswith("e_score_correction_bias"):
+        if key.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(parameter, std=0.2)
         elif key.endswith("A_log"):  # decays of all kinds, none of which forgets at once
             torch.nn.init.uniform_(parameter, -4.0, 0.5)
         elif key.endswith(("bias", "sinks")):
             torch.nn.init.normal_(parameter)
-        elif ".experts." in key or ".router." in key or "mlp.gate.weight" in key:
+        elif ".experts." in key or ".router." in key or ".gate.weight" in key:
             torch.nn.init.normal_(parameter, std=BASE["initializer_range"])  # transformers initialises some to zero
         elif key.endswith("norm.weight"):
             parameter.data += 0.2 * torch.randn_like(parameter)

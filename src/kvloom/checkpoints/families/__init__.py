@@ -8,6 +8,7 @@ from kvloom.checkpoints.families.known.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA
 from kvloom.checkpoints.families.known.glm import GLM, GLM4, GLM4_MOE
 from kvloom.checkpoints.families.known.granite import GRANITE
 from kvloom.checkpoints.families.known.hunyuan import HUNYUAN
+from kvloom.checkpoints.families.known.lfm2 import LFM2, LFM2_GGUF, LFM2_MOE
 from kvloom.checkpoints.families.known.llama import LLAMA, SMOLLM3
 from kvloom.checkpoints.families.known.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from kvloom.checkpoints.families.known.mixtures import (
@@ -61,6 +62,8 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": LFM2_MOE,
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,  # its text part; the vision part is not read
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
@@ -101,6 +104,8 @@ FAMILIES: dict[str, Family] = {
     "exaone4": EXAONE4,
     "qwen2moe": QWEN2_MOE,
     "qwen3moe": QWEN3_MOE_GGUF,
+    "lfm2": LFM2_GGUF,
+    "lfm2moe": LFM2_MOE,
     "qwen35": QWEN3_5_GGUF,
     "qwen35moe": QWEN3_5_MOE_GGUF,
     "qwen3next": QWEN3_NEXT_GGUF,

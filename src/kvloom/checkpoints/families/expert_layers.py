@@ -101,9 +101,10 @@ def sparse_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
     if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
         raise ModelError(f"configuration: mlp_only_layers must be a list of layers, got {short(dense)}")
     step = count(config, "decoder_sparse_step", count(config, "moe_layer_interval", 1))
+    of_first = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
     first, last = (
         next((_index(config, key) for key in keys if config.get(key) is not None), otherwise)
-        for keys, otherwise in ((("first_k_dense_replace", "moe_layer_start_index"), 0), (("moe_layer_end_index",), -1))
+        for keys, otherwise in ((of_first, 0), (("moe_layer_end_index",), -1))
     )
     end = num_layers if last < 0 else last + 1
     return [index not in dense and (index + 1) % step == 0 and first <= index < end for index in range(num_layers)]

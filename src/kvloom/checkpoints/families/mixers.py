@@ -118,5 +118,28 @@ class DeltaRule:
         }
 
 
-Recurrent = DeltaRule  # mixers with a state
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """Gated short convolution (Liquid AI 2025): `short_in` gives b, c and x, each of `size` channels; `out` reads
+    c sum_j conv[c, j] (b x)[t - conv_width + 1 + j].
+    """
+
+    size: int
+    conv_width: int  # tokens
+
+    @property
+    def state_floats(self) -> int:
+        """Numbers that are kept of a sequence: b x of the last tokens."""
+        return (self.conv_width - 1) * self.size
+
+    def linears(self, hidden: int) -> Shapes:
+        """Its matrices, [out, in]."""
+        return {"short_in": (3 * self.size, hidden), "out": (hidden, self.size)}
+
+    def vectors(self) -> Shapes:
+        """Its other tensors."""
+        return {"conv": (self.size, self.conv_width)}
+
+
+Recurrent = DeltaRule | ShortConv  # mixers with a state
 Mixer = Attention | Recurrent

@@ -23,6 +23,7 @@ def rows_of(part: str, mixer: Mixer) -> Order:
     if isinstance(mixer, Attention):
         both = np.arange(2 * mixer.q_size).reshape(mixer.num_heads, 2, mixer.head_dim)
         return both[:, int(part == "q_gate")].reshape(-1)
+    assert isinstance(mixer, DeltaRule), "the layer has a delta rule"
     parts = {
         "beta_in": (0,),
         "decay_in": (1,),

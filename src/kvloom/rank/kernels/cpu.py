@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.checkpoints.families.mixers import Rope
+from kvloom.checkpoints.families.mixers import Rope, ShortConv
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.footprint import kv_head_bytes
 from kvloom.checkpoints.lora import FIELD, AdapterFile
@@ -300,7 +300,10 @@ def _check(spec: DecoderSpec, kv_dtype: str) -> None:
     if kv_dtype not in KV_FORMATS:
         raise ModelError(f"KV cache type {kv_dtype}: the CPU backend has {', '.join(KV_FORMATS)}")
     for _, mixer in spec.recurrent:
-        if mixer.k_dim % 16 or mixer.v_dim % 16:
+        if isinstance(mixer, ShortConv):
+            if mixer.size % 16:
+                raise ModelError(f"a convolution of {mixer.size} channels: the CPU backend has multiples of 16")
+        elif mixer.k_dim % 16 or mixer.v_dim % 16:
             sizes = f"{mixer.k_dim} and {mixer.v_dim}"
             raise ModelError(f"heads of a delta rule of sizes {sizes}: the CPU backend has multiples of 16")
     if spec.head_dim % 32 or spec.head_dim > 256:

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from kvloom.checkpoints.families.mixers import DeltaRule
+from kvloom.checkpoints.families.mixers import DeltaRule, Recurrent, ShortConv
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.rank.kernels import cpu_abi
-from kvloom.rank.kernels.cpu_abi import DeltaRuleShape
+from kvloom.rank.kernels.cpu_abi import DeltaRuleShape, ShortConvShape
 from kvloom.rank.kernels.program import PANEL, Program
 
 
@@ -28,8 +28,25 @@ def declare_mixer(program: Program, spec: DecoderSpec, layer: int) -> DeclaredMi
     """Declare the linears and vectors of the layer's mixer."""
     before = [mixer.state_floats for index, mixer in spec.recurrent if index < layer]
     mixer, at = spec.layers[layer].mixer, f"layers.{layer}."
-    assert isinstance(mixer, DeltaRule), "the layer has a state"
-    return _delta_rule(program, mixer, at, (spec.hidden, sum(before)))
+    assert isinstance(mixer, Recurrent), "the layer has a state"
+    place = spec.hidden, sum(before)
+    if isinstance(mixer, DeltaRule):
+        return _delta_rule(program, mixer, at, place)
+    return _short_conv(program, mixer, at, place)
+
+
+def _conv(program: Program, at: str) -> int:
+    """The vector of a convolution's weights, [width][channels]."""
+    return program.values(program.weights.tensor(at + "conv").float32().T)
+
+
+def _short_conv(program: Program, mixer: ShortConv, at: str, place: tuple[int, int]) -> DeclaredMixer:
+    """See _delta_rule."""
+    hidden, state_at = place
+    number = program.short_conv(ShortConvShape(mixer.size, mixer.conv_width, _conv(program, at), state_at))
+    linear = program.linear(3 * mixer.size, hidden, (at + "short_in", 0))
+    out = program.linear(hidden, mixer.size, (at + "out", 0))
+    return DeclaredMixer(linear, out, cpu_abi.SHORT_CONV, number)
 
 
 def _delta_rule(program: Program, mixer: DeltaRule, at: str, place: tuple[int, int]) -> DeclaredMixer:
@@ -49,7 +66,7 @@ def _delta_rule(program: Program, mixer: DeltaRule, at: str, place: tuple[int, i
         gate_at,
         beta_at,
         decay_at,
-        program.values(program.weights.tensor(at + "conv").float32().T),
+        _conv(program, at),
         *(program.vector(at + name) for name in ("decay", "decay_bias", "delta_norm")),
         state_at,
     )

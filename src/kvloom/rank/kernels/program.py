@@ -9,7 +9,7 @@ from kvloom.checkpoints.footprint import STORED, UNQUANTISED_FORM
 from kvloom.checkpoints.source import WeightSource
 from kvloom.rank.kernels import cpu_abi
 from kvloom.rank.kernels.backend import Floats
-from kvloom.rank.kernels.cpu_abi import DeltaRuleShape, Instruction, Mixture
+from kvloom.rank.kernels.cpu_abi import DeltaRuleShape, Instruction, Mixture, ShortConvShape
 
 WEIGHT_FORMATS = {"w8a8": cpu_abi.INT8, "w4a8": cpu_abi.INT4, "bf16": cpu_abi.BF16, STORED: cpu_abi.NONE}
 FORMS = {
@@ -112,6 +112,9 @@ class Program:
 
     def delta_rule(self, shape: DeltaRuleShape) -> int:
         return int(self._lib.kvl_add_delta_rule(self._model, ctypes.byref(shape)))
+
+    def short_conv(self, shape: ShortConvShape) -> int:
+        return int(self._lib.kvl_add_short_conv(self._model, ctypes.byref(shape)))
 
     def emit(self, kind: int, **fields: int) -> None:
         """Append an instruction. Fields that are not given: no linear, no vector, else 0."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvloom.checkpoints.families.mixers import DeltaRule, Recurrent
+from kvloom.checkpoints.families.mixers import DeltaRule, Recurrent, ShortConv
 
 _NORM_EPS = 1e-6  # below the root of the squares of q and k
 
@@ -26,7 +26,12 @@ class MixerInput:
 
 def mix(mixer: Recurrent, given: MixerInput) -> Tensor:
     """The input of the mixer's `out`, float32 [T, in]."""
-    return _delta_rule(mixer, given)
+    return _delta_rule(mixer, given) if isinstance(mixer, DeltaRule) else _short_conv(mixer, given)
+
+
+def _short_conv(mixer: ShortConv, given: MixerInput) -> Tensor:
+    b, c, x = given.linear("short_in").float().view(-1, 3, mixer.size).unbind(1)
+    return c * _convolved(b * x, given.weight("conv").float(), given.memory)
 
 
 def _delta_rule(mixer: DeltaRule, given: MixerInput) -> Tensor:

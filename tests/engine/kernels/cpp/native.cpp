@@ -9,6 +9,7 @@
 #include "lora/lora.cpp"
 #include "mixers/delta_rule.cpp"
 #include "mixers/mixer.cpp"
+#include "mixers/short_conv.cpp"
 #include "model/pack.cpp"
 #include "runtime/memory.cpp"
 #include "runtime/pool.cpp"

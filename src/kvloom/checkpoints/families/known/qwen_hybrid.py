@@ -35,6 +35,7 @@ QWEN3_5 = Family(
         "head_dim": 256,
         "partial_rotary_factor": 0.25,
         "max_position_embeddings": 32768,
+        "full_attention_interval": 4,
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,

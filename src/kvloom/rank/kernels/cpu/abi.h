@@ -96,8 +96,9 @@ enum {
     KVL_ADD_POSITIONS = 11,  /* adds two rows to each token of the residual stream: row (position + `source`) of
                                 `vector` [positions][hidden], and row (type) of `vector2` [types][hidden] */
     KVL_LAYER_NORM = 12,     /* LayerNorm of the residual stream in place: weights `vector`, biases `vector2` */
-    KVL_DELTA_RULE = 13      /* delta rule `layer` of the rows that a linear wrote with KVL_TO_QKV, and of each sequence's
+    KVL_DELTA_RULE = 13,     /* delta rule `layer` of the rows that a linear wrote with KVL_TO_QKV, and of each sequence's
                                 state, which it brings up to date */
+    KVL_SHORT_CONV = 14      /* the same for short convolution `layer` */
 };
 /* Epilogues of a linear. KVL_GELU: x Phi(x) of each channel, stored where KVL_FROM_MLP reads. KVL_GATED_RESIDUAL: as
    KVL_RESIDUAL, times the weight that KVL_ROUTE gave to the shared expert. */
@@ -198,6 +199,13 @@ typedef struct {
     int64_t state_at;
 } kvl_delta_rule;
 int32_t kvl_add_delta_rule(kvl_model *model, const kvl_delta_rule *mixer); /* returns its index */
+/* A gated short convolution. The linear before it has `channels`, a multiple of 16, of b, as many of c, and of x. conv:
+ * vector [conv_width][channels], conv_width at most 8. It keeps (conv_width - 1) * channels floats from `state_at` on. */
+typedef struct {
+    int32_t channels, conv_width, conv;
+    int64_t state_at;
+} kvl_short_conv;
+int32_t kvl_add_short_conv(kvl_model *model, const kvl_short_conv *mixer); /* returns its index */
 int64_t kvl_allocate(kvl_model *model); /* returns the bytes of packed weights */
 
 /* Each thread has an arena of packed weights, a multiple of 64 bytes long. Another model with the same linears and

@@ -19,21 +19,38 @@ uint8_t* lay_out_mixers(Scratch& s, const kvl_model& model, int64_t tokens, uint
 
 int64_t widest_mixer(const kvl_model& model) {
     int64_t width = 0;
-    for (const kvl_delta_rule& mixer : model.delta_rules) width = std::max(width, round_up(mixer_width(mixer), kPad));
-    return width;
+    for (const kvl_delta_rule& mixer : model.delta_rules) width = std::max(width, mixer_width(mixer));
+    for (const kvl_short_conv& mixer : model.short_convs) width = std::max(width, mixer_width(mixer));
+    return round_up(width, kPad);
 }
 
-// KVL_DELTA_RULE. Threads take heads of sequences one by one. Nobody helps with them: each changes a state.
+// KVL_DELTA_RULE, KVL_SHORT_CONV. Threads take heads of sequences, or a few channels, one by one. Nobody helps with them:
+// each changes a state.
 void Step::mix(const kvl_instruction& instruction, int thread) {
-    const kvl_delta_rule& mixer = model_.delta_rules[size_t(instruction.layer)];
-    const int64_t heads = mixer.num_k_heads;
-    share_whole(index_of(instruction), batch_.num_seqs * heads, thread, [&](int64_t item) {
-        const int64_t s = item / heads, first = batch_.qstart[s], count = batch_.qstart[s + 1] - first;
-        if (count == 0) return;
-        float* const memory = batch_.states_memory + batch_.places[s] * batch_.state_floats + mixer.state_at;
+    if (instruction.kind == KVL_DELTA_RULE) {
+        const kvl_delta_rule& mixer = model_.delta_rules[size_t(instruction.layer)];
+        return mix_parts(instruction, mixer.num_k_heads, mixer.state_at, thread, [&](const MixerRows& rows, int64_t head) {
+            delta_rule(model_, mixer, rows, head);
+        });
+    }
+    const kvl_short_conv& mixer = model_.short_convs[size_t(instruction.layer)];
+    const int64_t parts = (mixer.channels + kMixerChannels - 1) / kMixerChannels;
+    mix_parts(instruction, parts, mixer.state_at, thread, [&](const MixerRows& rows, int64_t part) {
+        const int64_t end = std::min<int64_t>(mixer.channels, (part + 1) * kMixerChannels);
+        for (int64_t c = part * kMixerChannels; c < end; c += kLanes) short_conv(model_, mixer, rows, c);
+    });
+}
+
+// Does parts [0, count) of a mixer, whose memory begins at float `state_at` of a state, for every sequence.
+template <class Work>
+void Step::mix_parts(const kvl_instruction& instruction, int64_t count, int64_t state_at, int thread, const Work& work) {
+    share_whole(index_of(instruction), batch_.num_seqs * count, thread, [&](int64_t item) {
+        const int64_t s = item / count, first = batch_.qstart[s], tokens = batch_.qstart[s + 1] - first;
+        if (tokens == 0) return;
+        float* const memory = batch_.states_memory + batch_.places[s] * batch_.state_floats + state_at;
         const Rows in{scratch_.qkv.row(first), scratch_.qkv.stride}, out{scratch_.mixed.row(first), scratch_.mixed.stride};
         float* const room = scratch_.mixer[size_t(thread)];
-        delta_rule(model_, mixer, {in, out, count, memory, batch_.pos[first] == 0, shape_.norm_eps, room}, item % heads);
+        work({in, out, tokens, memory, batch_.pos[first] == 0, shape_.norm_eps, room}, item % count);
     });
 }
 

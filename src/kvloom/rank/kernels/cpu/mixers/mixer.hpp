@@ -9,6 +9,7 @@
 
 namespace kvl {
 
+constexpr int kMixerChannels = 256;  // that a thread takes at once, where channels are independent
 constexpr int kMixerTokens = 16;  // tokens that a mixer prepares at once: their floats stay in the second-level cache
 
 // The tokens of one sequence of a step at a layer.
@@ -31,7 +32,11 @@ int64_t mixer_room(const kvl_delta_rule& mixer);
 // Channels that a mixer writes.
 inline int64_t mixer_width(const kvl_delta_rule& mixer) { return int64_t(mixer.num_v_heads) * mixer.v_dim; }
 
+inline int64_t mixer_width(const kvl_short_conv& mixer) { return mixer.channels; }
+
 // Computes one key head of the gated delta rule with its value heads; heads may be computed at the same time.
 void delta_rule(const kvl_model& model, const kvl_delta_rule& mixer, const MixerRows& rows, int64_t key_head);
+// Computes channels [c, c + kLanes) of a short convolution.
+void short_conv(const kvl_model& model, const kvl_short_conv& mixer, const MixerRows& rows, int64_t c);
 
 }  // namespace kvl

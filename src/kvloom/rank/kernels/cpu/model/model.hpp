@@ -155,6 +155,7 @@ struct kvl_model {
     std::vector<kvl::RopeTable> ropes;
     std::vector<kvl_mixture> mixtures;
     std::vector<kvl_delta_rule> delta_rules;
+    std::vector<kvl_short_conv> short_convs;
     kvl::Scratch scratch;
     std::vector<std::atomic<int64_t>> next;  // [threads][counters()] work items that threads took
 };

@@ -96,6 +96,7 @@ void Step::execute(const kvl_instruction& instruction, int thread) {
         case KVL_LINEAR: return multiply(instruction, thread);
         case KVL_ROPE_KV: return place_heads(instruction, thread);
         case KVL_ATTENTION: return attend(instruction, thread);
+        case KVL_SHORT_CONV:
         case KVL_DELTA_RULE: return mix(instruction, thread);
         case KVL_ADD_NORMED: return add_normed(instruction, thread);
         case KVL_STATES: return keep_states(instruction, thread);

@@ -55,6 +55,8 @@ class Step {
     void embed(int64_t token);
     void quantize(const kvl_instruction& instruction, int thread);
     void mix(const kvl_instruction& instruction, int thread);
+    template <class Work>
+    void mix_parts(const kvl_instruction& instruction, int64_t count, int64_t state_at, int thread, const Work& work);
     void add_normed(const kvl_instruction& instruction, int thread);
     void add_positions(const kvl_instruction& instruction, int thread);
     void norm_layer(const kvl_instruction& instruction, int thread);
