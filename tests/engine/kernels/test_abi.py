@@ -12,6 +12,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "kvl_instruction": cpu_abi.Instruction,
     "kvl_mixture": cpu_abi.Mixture,
     "kvl_delta_rule": cpu_abi.DeltaRuleShape,
+    "kvl_short_conv": cpu_abi.ShortConvShape,
     "kvl_batch": cpu_abi.Batch,
     "kvl_numbers": cpu_abi.FileNumbers,
     "kvl_draw_rules": cpu_abi.DrawRules,
