@@ -70,6 +70,12 @@ ANSWERS: dict[str, tuple[str, str, Begun, tuple[str, str, list[Any]]]] = {
         "header",
         ("", "", [("g", "{}")]),
     ),
+    "a recipient that is no tool": (
+        "harmony",
+        '<|channel|>commentary to=browser.search code<|message|>{"q": 1}<|call|>',
+        "header",
+        ("", '{"q": 1}', []),
+    ),
     "a preamble, then a call": (
         "harmony",
         f"{WHY}{NEXT}<|channel|>commentary<|message|>I look.<|end|>"
