@@ -167,7 +167,6 @@ def test_of_the_tools_those_that_are_allowed_may_be_called(styled: FakeServer, m
         ({"tools": [{"function": {"name": ""}}]}, "tools[0].function.name"),
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
         ({"tools": [TOOL] * 129}, "tools"),
-        ({"tools": [{"type": "web", "function": {"name": "f"}}]}, "tools[0].type"),
         ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
         (
             {"tools": [{"function": {"name": "f", "parameters": {"type": "array"}}}]},

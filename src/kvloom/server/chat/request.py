@@ -77,6 +77,11 @@ class PreparedChat:
     sight: Sight | None = None  # the images of the prompt
     is_begun: bool = False  # the prompt ends within the answer
 
+    @property
+    def customs(self) -> frozenset[str]:
+        """Names of the tools whose only argument is answered as a text."""
+        return frozenset(tool.name for tool in self.tools if tool.is_custom)
+
     def output(self) -> ChatOutput:
         """A reader for one choice."""
         style, may_call = self.style, self.choice.mode != "none"

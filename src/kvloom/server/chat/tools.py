@@ -26,6 +26,7 @@ class Tool:
     field: str = "tools"
     schema_name: str = "parameters"  # the caller's field that holds the schema
     is_listed: bool = True
+    is_custom: bool = False  # its only argument is answered as a text
 
     @property
     def schema_field(self) -> str:

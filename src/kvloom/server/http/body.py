@@ -1,6 +1,7 @@
 """Bodies: bytes -> a validated struct, every failure a BadRequest that names the field."""
 
 import re
+from codecs import BOM_UTF8
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +15,8 @@ _AT = re.compile(r"^(?P<problem>.*?)(?: - at (?:`key` in )?`(?P<path>[^`]*)`)?$"
 
 def decode_body(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
     """Raises BadRequest: not UTF-8, not JSON, nested too deeply, a field of the wrong type or out of range."""
+    if body.startswith(BOM_UTF8):
+        body = body[len(BOM_UTF8) :]
     try:
         return json_numbers.decoded(decoder, body)
     except msgspec.ValidationError as error:

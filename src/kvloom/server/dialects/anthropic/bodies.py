@@ -34,10 +34,11 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """adaptive, between_tools: as the model itself decides. `display`: "omitted" shows no text of it. A model that
-    does not think is asked in vain."""
+    """Other types than enabled and disabled: as the model itself decides. `display`: "omitted" shows no text of it. A
+    model that does not think is asked in vain.
+    """
 
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    type: str
     display: str | None = None
     budget_tokens: Annotated[int, Meta(ge=0)] | None = None  # with reasoning enabled: tokens after which it is ended
 

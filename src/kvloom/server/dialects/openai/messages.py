@@ -8,7 +8,10 @@ import msgspec
 from kvloom.contract.errors import BadRequest
 from kvloom.server.chat.content import Content, content_of
 from kvloom.server.dialects.openai.tools import CallBody
+from kvloom.server.serving.notes import note
 from kvloom.server.serving.vision.sources import ImageSource, source_of_url
+
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts of an answer that other servers gave
 
 
 class ImageUrl(msgspec.Struct):
@@ -85,10 +88,13 @@ def _content_of(message: Said, field: str) -> Content:
         if not isinstance(part, Part):
             found.append(part)
             continue
-        if part.type == "image_url":
+        if part.type in ("image_url", "input_image"):
             found.append(part.source(f"{field}[{i}]"))
             continue
-        text = part.refusal if part.type == "refusal" and is_answer else part.text if part.type == "text" else None
+        text = part.refusal if part.type == "refusal" and is_answer else part.text
+        if text is None and part.type in _THOUGHTS:
+            note(f"{field}[{i}] is left out: reasoning is given as reasoning_content")
+            continue
         if text is None:
             raise BadRequest(f"{field}[{i}]", f"must be a text or an image_url part; {part.type!r} is not supported")
         found.append(text)

@@ -2,7 +2,7 @@
 
 from codecs import getincrementaldecoder
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -13,7 +13,8 @@ from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.text.detok import text_bytes
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.server.chat.request import ChatAnswer, PreparedChat
-from kvloom.server.dialects.openai.tools import CallDelta, FunctionDelta, call_id
+from kvloom.server.dialects.openai.custom import InputText, input_of, only_text
+from kvloom.server.dialects.openai.tools import CallDelta, CustomDelta, FunctionDelta, call_id
 from kvloom.server.serving.generation import Generation
 
 FINISH = {
@@ -182,6 +183,40 @@ def chat_delta(event: ChatEvent) -> ChatDelta:
             return ChatDelta(tool_calls=[CallDelta(index, function=FunctionDelta(arguments=text))])
 
 
+class ChatDeltas:
+    """The events of one choice as deltas. `customs`: names of the tools whose calls have a text as input."""
+
+    def __init__(self, customs: frozenset[str]) -> None:
+        self._customs = customs
+        self._input: InputText | None = None  # of the open call, if it is of such a tool
+        self._index, self._arguments = 0, ""
+
+    def of(self, events: Sequence[ChatEvent], is_last: bool) -> list[ChatDelta]:
+        """`is_last`: no more events come."""
+        if not self._customs:
+            return [chat_delta(event) for event in events]
+        return [delta for event in (*events, *([None] if is_last else [])) for delta in self._deltas(event)]
+
+    def _deltas(self, event: ChatEvent | None) -> Iterator[ChatDelta]:
+        if isinstance(event, ToolCallArguments) and self._input is not None:
+            self._arguments += event.text
+            yield from self._more(self._input.add(event.text))
+            return
+        if (event is None or isinstance(event, ToolCallStart)) and self._input is not None:
+            yield from self._more("" if self._input.is_found else only_text(self._arguments))
+            self._input = None
+        if isinstance(event, ToolCallStart) and event.name in self._customs:
+            self._input, self._index, self._arguments = InputText(), event.index, ""
+            call = CallDelta(event.index, call_id(), "custom", custom=CustomDelta(event.name, ""))
+            yield ChatDelta(tool_calls=[call])
+        elif event is not None:
+            yield chat_delta(event)
+
+    def _more(self, text: str) -> Iterator[ChatDelta]:
+        if text:
+            yield ChatDelta(tool_calls=[CallDelta(self._index, custom=CustomDelta(input=text))])
+
+
 def chat_message(answer: ChatAnswer, chat: PreparedChat) -> dict[str, Any]:
     """The message of a whole choice; content is null when there are only calls."""
     text = chat.echo + answer.text
@@ -190,11 +225,14 @@ def chat_message(answer: ChatAnswer, chat: PreparedChat) -> dict[str, Any]:
         message |= {"reasoning": answer.reasoning, "reasoning_content": answer.reasoning}
     if answer.calls:
         message["content"] = text or None
-        message["tool_calls"] = [
-            {"id": call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
-            for name, arguments in answer.calls
-        ]
+        message["tool_calls"] = [_call(*call, chat.customs) for call in answer.calls]
     return message
+
+
+def _call(name: str, arguments: str, customs: frozenset[str]) -> dict[str, Any]:
+    if name in customs:
+        return {"id": call_id(), "type": "custom", "custom": {"name": name, "input": input_of(arguments)}}
+    return {"id": call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class ChatChunkChoice(msgspec.Struct):

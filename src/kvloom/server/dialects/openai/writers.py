@@ -19,11 +19,11 @@ from kvloom.server.dialects.openai.shapes import (
     C,
     ChatChunkChoice,
     ChatDelta,
+    ChatDeltas,
     Chunk,
     TextChunkChoice,
     TextLogprobs,
     TokenCounts,
-    chat_delta,
     chat_logprobs,
     chat_message,
     finish_name,
@@ -139,6 +139,7 @@ class ChatWriter(_CompletionWriter[ChatChunkChoice]):
         self._body, self._chat = body, chat
         self._is_plain = self._is_plain and not body.logprobs
         self._outputs: dict[int, ChatOutput] = {}  # of the choices that have begun
+        self._deltas: dict[int, ChatDeltas] = {}
         self._read = [ChatAnswer() for _ in self.answers]
 
     def num_reasoning(self, choices: Sequence[int] | None = None) -> int:
@@ -152,7 +153,7 @@ class ChatWriter(_CompletionWriter[ChatChunkChoice]):
         self._counts.add(choice, delta)
         if self._is_plain and not delta.finish_reason and len(found) == 1 and isinstance(found[0], TextDelta):
             return b"".join((*frames, self.text_event(choice, found[0].text)))
-        parts = [chat_delta(event) for event in found]
+        parts = self._deltas[choice].of(found, delta.finish_reason is not None)
         has_ids = bool(self._body.return_token_ids)
         logprobs = None
         if self._body.logprobs and delta.logprobs:
@@ -174,7 +175,7 @@ class ChatWriter(_CompletionWriter[ChatChunkChoice]):
 
     def _begin(self, choice: int) -> list[bytes]:
         prompt_ids = self._chat.prompt_ids if self._body.return_token_ids and not self._outputs else UNSET
-        self._outputs[choice] = self._chat.output()
+        self._outputs[choice], self._deltas[choice] = self._chat.output(), ChatDeltas(self._chat.customs)
         role = ChatChunkChoice(choice, ChatDelta(role=self._chat.role, content=""))
         echo = ChatChunkChoice(choice, ChatDelta(content=self._chat.echo))
         return [self.event(role, prompt_ids), *([self.event(echo)] if self._chat.echo else [])]

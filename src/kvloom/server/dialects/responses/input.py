@@ -7,9 +7,10 @@ import msgspec
 
 from kvloom.contract.errors import BadRequest
 from kvloom.server.chat.content import Content, content_of, text_of
+from kvloom.server.dialects.openai.custom import INPUT
 from kvloom.server.dialects.openai.messages import Part, Said
 from kvloom.server.dialects.openai.tools import CallBody, CallFunction
-from kvloom.server.dialects.responses.tools import BUILT_IN, INPUT, shown_name, told
+from kvloom.server.dialects.responses.tools import BUILT_IN, shown_name, told
 from kvloom.server.http.body import converted
 from kvloom.server.serving.notes import note
 from kvloom.server.serving.vision.sources import ImageSource

@@ -13,10 +13,10 @@ from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest
 from kvloom.server.chat.tools import Tool, ToolChoice, allowed, check_tools
+from kvloom.server.dialects.openai.custom import INPUT, custom_tool
 from kvloom.server.http.body import converted
 from kvloom.server.serving.notes import note
 
-INPUT = "input"  # the only argument of a custom tool
 Json = dict[str, Any]
 
 
@@ -193,27 +193,13 @@ def _read(body: ToolBody, field: str, namespace: str | None) -> tuple[Tool, Offe
         tool = Tool(name, about, body.parameters, bool(body.strict), field)
         return tool, Offered(FUNCTION, body.name, namespace)
     if body.type == CUSTOM:
-        return _custom(body, field, name), Offered(CUSTOM, body.name, namespace)
+        return custom_tool(name, about, body.format or {}, field), Offered(CUSTOM, body.name, namespace)
     kind = BUILT_IN.get(body.type)
     is_elsewhere = body.execution == "server" or (body.type == "tool_search" and body.execution is None)
     if kind is None or is_elsewhere or (body.environment or {}).get("type", "local") != "local":
         return None
     parameters = kind.parameters or body.parameters
     return Tool(body.type, about or kind.description, parameters, field=field), Offered(body.type, body.type)
-
-
-def _custom(body: ToolBody, field: str, name: str) -> Tool:
-    """A custom tool as a function of one text. A regular expression is held; a grammar is shown to the model."""
-    about, content = body.description or "", _TEXT
-    form = body.format or {}
-    definition, syntax = form.get("definition"), form.get("syntax")
-    is_held = form.get("type") == "grammar" and syntax == "regex" and isinstance(definition, str)
-    if is_held:
-        content = {"type": "string", "pattern": f"^(?:{definition})$"}
-    elif isinstance(definition, str):
-        note(f"{field}.format is told to the model, and not held")
-        about = f"{about}\n\nThe input follows this grammar ({syntax}):\n{definition}".strip()
-    return Tool(name, about, _object([INPUT], **{INPUT: content}), is_held, field)
 
 
 def _name_of(choice: NamedChoice, field: str) -> str:
