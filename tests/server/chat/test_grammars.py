@@ -168,3 +168,13 @@ def test_a_structural_tag_that_cannot_be_used_says_why(tag: Any, field: str, pro
     with pytest.raises(BadRequest, match=problem) as raised:
         tag_grammar(tag, "tag")
     assert raised.value.field == field
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_an_answer_of_calls_may_end_with_the_line_break_of_a_token_that_ends_a_mark(is_parallel: bool):
+    grammar = tool_grammar(KNOWN["hermes"], [Tool("f", "")], ToolChoice("required"), is_parallel, "")
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert accepts(grammar, call)
+    assert accepts(grammar, f"{call}\n")
+    assert not accepts(grammar, f"{call}\n\n")
+    assert accepts(grammar, f"{call}\n{call}\n") == is_parallel

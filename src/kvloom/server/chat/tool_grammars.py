@@ -41,8 +41,11 @@ def tool_grammar(form: CallForm, tools: Sequence[Tool], choice: ToolChoice, is_p
         return _checked({"lark_grammar": "\n".join(lines)})
     begin, end = _literal(form, form.begin), _literal(form, form.end)
     lines.append("call: body" if form.is_section or form.address else f"call: {begin} body {end}")
-    more = f" ({_literal(form, form.between)} call)*" if is_parallel else ""
-    lines.append(f"calls: {begin} call{more} {end}" if form.is_section else f"calls: call{more}")
+    between = _literal(form, form.between)
+    more = f" ({between} call)*" if is_parallel else ""
+    # a token may hold the end of a mark and a line break, with which the answer may end too
+    last = f" {between}?" if form.between.isspace() else ""
+    lines.append(f"calls: {begin} call{more} {end}" if form.is_section else f"calls: call{more}{last}")
     lead, text_lead = _literal(form, form.lead), _literal(form, form.text_lead.removeprefix(form.lead))
     if choice.mode != "auto":
         return _checked({"lark_grammar": "\n".join([*lines, f"start: {lead} calls"])})
