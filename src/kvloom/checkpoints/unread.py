@@ -8,7 +8,7 @@ _MOST_NAMED = 3
 _LAYER = re.compile(r"(?:model\.layers|blk)\.(\d+)\.")
 _HARMLESS = re.compile(
     r"(.*\.)?(rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)|attn\.masked_bias|position_ids"
-    r"|weight_shape|(input|output|activation|[qkv])_(scale|zero_point))"  # buffers; notes and activations of quantisers
+    r"|weight_shape|(input|output|activation|[qkv])_(global_)?(scale|zero_point))"  # buffers; notes, activations
     r"|(model\.)?mtp\..*|blk\.\d+\.nextn\..*"  # layers that guess further tokens
     r"|(model\.)?(vision_tower|vision_model|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio)\..*"
     r"|(bert\.|roberta\.)?pooler\.dense\.(weight|bias)"  # of encoders, whose states are pooled otherwise

@@ -69,8 +69,8 @@ REFUSED = {
     },
     "dynamic must be an object, got [1]": {"quant_method": "gptq", "dynamic": [1]},
     "checkpoint_format 'marlin' is not supported": {"quant_method": "gptq", "checkpoint_format": "marlin"},
-    "format 'nvfp4-pack-quantized' is not supported": {
-        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+    "format 'marlin-24' is not supported": {
+        "quant_method": "compressed-tensors", "format": "marlin-24",
     },
     "format None is not supported": {"quant_method": "compressed-tensors"},
     "config_groups of 2 kinds of weights is not supported; one is": {
@@ -222,3 +222,9 @@ def test_a_rotation_must_fit_the_inputs():
     for rotation, cols in ((whole, 192), (parts, 96)):
         with pytest.raises(ModelError, match=rf"m: rotation R4 of \d+ of {cols} inputs is not supported"):
             rotation.size_of("m", cols)
+
+
+def test_a_folder_whose_cache_alone_is_quantised_has_plain_weights():
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    config = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": cache}
+    assert scheme_of({"quantization_config": config}, "config.json") is None

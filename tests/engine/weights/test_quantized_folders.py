@@ -27,6 +27,7 @@ from tests.support.models.quantized import (
     gptq,
     group_config,
     mxfp4,
+    nvfp4,
     per_token,
     rotated,
     write_folder,
@@ -146,6 +147,16 @@ FORMATS = {
     ),
     "compressed, mxfp4": Format(
         group_config("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32), mxfp4, "fp4"
+    ),
+    "compressed, nvfp4": Format(
+        group_config("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+        nvfp4,
+        "fp4_16",
+    ),
+    "compressed, four bits in a byte": Format(
+        group_config("int-quantized", num_bits=4, strategy="group", group_size=32),
+        compressed(4, 32, is_packed=False),
+        "int8",
     ),
     "fp8 by block": Format(
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [48, 48]},

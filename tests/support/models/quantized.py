@@ -175,6 +175,17 @@ def mxfp4(base: str, shape: tuple[int, int], dice: torch.Generator) -> tuple[Ten
     return named(base, tensors), levels * torch.exp2(exponents - 127.0).repeat_interleave(32, 1)
 
 
+def nvfp4(base: str, shape: tuple[int, int], dice: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    numbers = torch.randint(0, 16, shape, generator=dice)
+    scales = (torch.rand(shape[0], shape[1] // 16, generator=dice) * 400 + 20).to(torch.float8_e4m3fn)
+    whole = torch.tensor([4096.0])
+    pairs = numbers[:, ::2] | numbers[:, 1::2] << 4
+    tensors = {"weight_packed": pairs.to(torch.uint8), "weight_scale": scales, "weight_global_scale": whole}
+    tensors["input_global_scale"] = torch.tensor([300.0])
+    levels = torch.tensor([*E2M1, *(-x for x in E2M1)])[numbers]
+    return named(base, tensors), levels * (scales.float() / whole).repeat_interleave(16, 1)
+
+
 def named(base: str, tensors: Tensors) -> Tensors:
     return {f"{base}.{end}": tensor for end, tensor in tensors.items()}
 

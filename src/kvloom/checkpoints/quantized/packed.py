@@ -62,6 +62,12 @@ def wanted(scheme: Scheme, shape: tuple[int, ...]) -> dict[str, Want]:
     if scheme.layout == "bytes":
         zeros8 = {"weight_zero_point": Want(("I8",), scales)} if scheme.has_zeros else {}
         return {"weight": Want(("I8",), (shape,)), "weight_scale": Want(FLOATS, scales)} | zeros8
+    if scheme.layout == "nvfp4":
+        return {
+            "weight_packed": Want(("U8",), ((rows, cols // 2),)),
+            "weight_scale": Want(("F8_E4M3",), ((rows, cols // 16),)),
+            "weight_global_scale": Want(("F32",), ((1,), ())),
+        }
     if scheme.layout == "mxfp4":
         return {
             "weight_packed": Want(("U8",), ((rows, cols // 2),)),
@@ -106,8 +112,8 @@ class PackedMatrix:
         scheme = self.scheme
         if scheme.layout == "fp8" or self.rotation or self._order() is not None:
             return ""
-        if scheme.layout == "mxfp4":
-            return "fp4"
+        if scheme.layout in ("mxfp4", "nvfp4"):
+            return "fp4" if scheme.layout == "mxfp4" else "fp4_16"
         if scheme.per_token and self.shape[1] <= CHANNEL_COLS:
             return "int8_channel"
         return "int4" if scheme.bits == 4 else "int8_min" if scheme.has_zeros else "int8"
@@ -141,8 +147,8 @@ class PackedMatrix:
             yield at, min(at + step, self.shape[0])
 
     def _spread(self, values: Bytes, zeros: Floats, scales: Floats) -> Floats:
-        if self.scheme.layout == "mxfp4":
-            return _E2M1[values] * np.repeat(scales, 32, axis=1)
+        if self.scheme.layout in ("mxfp4", "nvfp4"):
+            return _E2M1[values] * np.repeat(scales, self.scheme.group or 1, axis=1)
         order = self._order()
         of = np.arange(self.shape[1]) // (self.scheme.group or self.shape[1]) if order is None else order
         return np.asarray((values - zeros[:, of]) * scales[:, of], np.float32)
@@ -164,12 +170,8 @@ class PackedMatrix:
         """Numbers [rows, in], and zeros and scales [rows, groups]; of a scheme that is not fp8."""
         if self.scheme.layout in ("awq", "gptq"):
             return self._columns_of_words(at, end)
-        if self.scheme.layout == "mxfp4":
-            pairs = self._bytes("weight_packed")[at:end]
-            values = np.stack([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=2).reshape(end - at, -1)
-            exponents = self._bytes("weight_scale")[at:end].astype(np.int32)
-            halves = np.ldexp(1.0, exponents - 128).astype(np.float32)  # the levels are doubled
-            return values, np.zeros_like(halves), halves
+        if self.scheme.layout in ("mxfp4", "nvfp4"):
+            return self._pairs(at, end)
         bits, has_zeros = self.scheme.bits, self.scheme.has_zeros
         scales = self._per_row("weight_scale", at, end)
         middle = np.full_like(scales, 1 << (bits - 1))
@@ -179,6 +181,18 @@ class PackedMatrix:
         stored = _unpacked(self._words("weight_zero_point"), bits, axis=0)[at:end] if has_zeros else middle
         values = _unpacked(self._words("weight_packed")[at:end], bits)[:, : self.shape[1]]
         return values, stored.astype(np.float32), scales
+
+    def _pairs(self, at: int, end: int) -> tuple[Bytes, Floats, Floats]:
+        """Of MXFP4, whose scales are powers of two, and NVFP4, whose scales are divided by one number of the matrix."""
+        pairs, scales = self._bytes("weight_packed")[at:end], self._bytes("weight_scale")[at:end]
+        values = np.stack([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=2).reshape(end - at, -1)
+        if self.scheme.layout == "mxfp4":
+            halves = np.ldexp(1.0, scales.astype(np.int32) - 128).astype(np.float32)  # the levels are doubled
+        else:
+            (whole,) = _floats(self.parts["weight_global_scale"]).reshape(-1)
+            with np.errstate(divide="ignore", invalid="ignore"):  # who reads them looks for what is no number
+                halves = _E4M3[scales] / whole * np.float32(0.5)
+        return values, np.zeros_like(halves), halves
 
     def _columns_of_words(self, at: int, end: int) -> tuple[Bytes, Floats, Floats]:
         """Of AWQ and GPTQ, which hold [in, out]: AWQ packs neighbours in out, GPTQ in in; zeros in out."""

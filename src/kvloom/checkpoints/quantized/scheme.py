@@ -3,7 +3,7 @@
 Which fields change nothing is as of compressed-tensors 0.20.0, transformers 5.24, AutoRound 0.16.1.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,9 @@ _GROUP = 32  # numbers that share a scale in memory: a file's groups are multipl
 _LARGEST = 1 << 20
 _COMPRESSED = {"pack-quantized": "packed", "int-quantized": "bytes", "naive-quantized": "bytes"}
 _COMPRESSED |= {"float-quantized": "fp8", "mxfp8-quantized": "fp8", "mxfp4-pack-quantized": "mxfp4"}
+_COMPRESSED |= {"nvfp4-pack-quantized": "nvfp4"}
 _MIXED = "mixed-precision"  # each group has a format of its own
+_DENSE = "dense"  # weights are not quantised
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
 _OWN_SETTINGS = "has settings of its own, which is not supported; all matrices that are quantised must have the same"
 # which matrices are quantised (their tensors tell it, too), how activations and the cache may be, and notes
@@ -62,7 +64,7 @@ class Scheme:
     """The layout of numbers in a folder's tensors (packed.py): weight = (number - zero) * scale.
 
     `layout`: "awq", "gptq", "packed" (compressed-tensors, several in a word), "bytes" (its int8), "fp8", "mxfp4",
-    "mxfp4_experts" (gpt-oss's).
+    "nvfp4", "mxfp4_experts" (gpt-oss's).
     """
 
     layout: str
@@ -85,6 +87,7 @@ def scheme_of(config: Mapping[str, Any], file: str) -> Scheme | None:
         raise ModelError(f"{file}: {key} must be an object, got {settings!r:.80}")
     method = settings.get("quant_method", "compressed-tensors" if "config_groups" in settings else None)
     fields = _Fields(settings, f"{file}: {key}")
+    readers: dict[str, Callable[[_Fields], Scheme | None]]
     readers = {"awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "fp8": _fp8, "mxfp4": _mxfp4}
     readers |= {"compressed-tensors": _compressed, "fbgemm_fp8": _fbgemm}
     if isinstance(method, str) and method in readers:
@@ -202,7 +205,7 @@ def _auto_round(fields: _Fields) -> Scheme:
     )
 
 
-def _compressed(fields: _Fields) -> Scheme:
+def _compressed(fields: _Fields) -> Scheme | None:
     fields.only_known(
         *(*_NOTES, "version", "config_groups", "format", "quantization_status", "global_compression_ratio"),
         *("sparsity_config", "transform_config", "run_compressed", "use_optimized_inference"),
@@ -210,6 +213,8 @@ def _compressed(fields: _Fields) -> Scheme:
     if fields.get("sparsity_config") and fields.inner("sparsity_config").get("format") not in (None, "dense"):
         fields.inner("sparsity_config").one_of("format", ("dense",), "dense")
     rotations = tuple(_rotations(fields.inner("transform_config")))
+    if fields.get("format") == _DENSE and not fields.get("config_groups"):
+        return None  # the cache alone is quantised
     format = fields.one_of("format", (*_COMPRESSED, _MIXED), None)
     schemes = {}
     for group in fields.each("config_groups"):
@@ -245,9 +250,13 @@ def _compressed_group(group: _Fields, layout: str) -> Scheme:
     if layout == "mxfp4":
         weights.one_of("group_size", (32,), None)
         return Scheme("mxfp4", 4, 32)
+    if layout == "nvfp4":
+        weights.one_of("group_size", (16,), None)
+        return Scheme("nvfp4", 4, 16)
     if kind == "float" or layout == "fp8":
         return _compressed_fp8(weights, kind)
-    bits = weights.one_of("num_bits", (4, 8) if layout == "packed" else (8,), 8)
+    bits = weights.one_of("num_bits", (4, 8), 8)
+    bits = bits if layout == "packed" else 8  # numbers of 4 bits have a byte each, too
     strategy = weights.one_of("strategy", ("group", "channel", "tensor"), "channel")
     run = weights.group("group_size", 128) if strategy == "group" else None
     has_zeros = not weights.one_of("symmetric", (True, False), True)
