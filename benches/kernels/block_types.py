@@ -134,7 +134,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (folder / "text.txt").write_text(tokenizer.decode(ids), encoding="utf-8")
         importance(args.model, folder / "importance.gguf")
         for kind in args.types:
-            found = report(args, kind, folder)
+            try:
+                found = report(args, kind, folder)
+            except subprocess.CalledProcessError as error:
+                lines = f"{error.stdout}{error.stderr}".strip().splitlines() or ["no words"]
+                print(json.dumps({"type": kind, "refused by": Path(error.cmd[0]).name, "because": lines[-1][:200]}))
+                continue
             print(json.dumps(found), flush=True)
             worse += [kind] * (found["ratio"] > LIMIT)
     print(f"above {LIMIT} of llama.cpp's: {', '.join(worse) or 'none'}")
