@@ -66,7 +66,7 @@ class EmbeddedAgent:
     def _running(self, limit_s: float) -> "tuple[subprocess.Popen[bytes], Path]":
         """The agent, which is started if it does not run, and where its socket is or will be. Raises OSError."""
         if not self._lock.acquire(timeout=max(0.0, limit_s - time.monotonic())):
-            raise TimeoutError("the embedded agent is being ended")
+            raise TimeoutError("the embedded agent is being started, or ended")
         try:
             if self._is_stopped.is_set():
                 raise ConnectionRefusedError("the embedded agent was ended")

@@ -219,7 +219,7 @@ class TestEmbedded:
 
         try:
             threading.Thread(target=start, daemon=True).start()
-            until(lambda: agent._process is not None)
+            until(lambda: agent._process is not None and not agent._lock.locked())
             with pytest.raises(TimeoutError, match="still starting"):
                 agent.locate(0.0)
             assert not is_over.is_set()
