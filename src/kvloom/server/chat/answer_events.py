@@ -13,8 +13,11 @@ class AnswerEvents:
         self._space = ""  # white space that is text unless a call follows
         self._is_after_call = False
         self._open = OpenJson()  # the arguments of the last call
+        self._coming = ""  # those that were not looked at yet
 
     def drain(self) -> list[ChatEvent]:
+        if self._coming:
+            self._look()
         items, self.items = self.items, []
         return items
 
@@ -33,6 +36,7 @@ class AnswerEvents:
             self._put_text(self._space)
 
     def start(self, name: str) -> None:
+        self._look()
         self._space, self._is_after_call = "", True
         self.items.append(ToolCallStart(self.num_calls, name))
         self.num_calls += 1
@@ -40,10 +44,11 @@ class AnswerEvents:
 
     def arguments(self, text: str) -> None:
         """More of the arguments' JSON text, which is told as far as it can be closed."""
-        self._put_arguments(self._open.add(text))
+        self._coming += text
 
     def end_call(self, is_whole: bool) -> None:
         """The arguments have ended, or were cut off: then their text is closed."""
+        self._look()
         self._put_arguments(self._open.rest() if is_whole else self._open.close())
 
     def reasoning(self, text: str) -> None:
@@ -53,6 +58,11 @@ class AnswerEvents:
             text = last.text + text
         if text:
             self.items.append(ReasoningDelta(text))
+
+    def _look(self) -> None:
+        """Tell what has come of the arguments, all at once: they come character by character."""
+        coming, self._coming = self._coming, ""
+        self._put_arguments(self._open.add(coming))
 
     def _put_arguments(self, text: str) -> None:
         if not text:

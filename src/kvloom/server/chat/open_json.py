@@ -5,6 +5,7 @@ import re
 _SPACE = " \t\r\n"
 _WHOLE = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?\Z|true\Z|false\Z|null\Z")
 _ESCAPE = re.compile(r'["\\/bfnrt]\Z|u[0-9a-fA-F]{4}\Z')
+_PLAIN = re.compile(r'[^"\\]+')  # of a string
 _HIGH = re.compile(r"u[dD][89abAB]")
 
 
@@ -21,24 +22,29 @@ class OpenJson:
         self._wants_low = False  # half a surrogate pair waits for the other one
         self._word = ""
         self._is_open = False  # what stands last needs more behind it
-        self._closing = "{}"  # closes what was given
+        self._closing = (False, "}{")  # of what was given: whether it ends in a string, and the closers then
 
     def add(self, text: str) -> str:
         """The text that can be given now."""
         start = len(self._held)
         self._held += text
-        num_given = 0
-        for index, char in enumerate(text):
-            if self._take(char):
-                num_given = start + index + 1
-                self._closing = ('"' if self._is_string else "") + self._closers[::-1]
+        at = num_given = 0
+        while at < len(text):
+            if self._is_string and self._escape is None and (plain := _PLAIN.match(text, at)):
+                at, self._wants_low, may_end = plain.end(), False, not self._is_key
+            else:
+                may_end = self._take(text[at])
+                at += 1
+            if may_end:
+                num_given, self._closing = start + at, (self._is_string, self._closers)
         given, self._held = self._held[:num_given], self._held[num_given:]
         return given
 
     def close(self) -> str:
         """The end of the object, where its text was cut off."""
         self._held = ""
-        return self._closing
+        is_string, closers = self._closing
+        return ('"' if is_string else "") + closers[::-1]
 
     def rest(self) -> str:
         """What was held back, where the text has ended by itself."""
@@ -80,9 +86,7 @@ class OpenJson:
                 self._escape = None
         elif char == "\\":
             self._escape = ""
-        elif char == '"':
+        else:  # the other mark
             self._is_string = self._wants_low = False
             self._is_open = self._is_key
-        else:
-            self._wants_low = False
         return not self._is_key and self._escape is None and not self._wants_low

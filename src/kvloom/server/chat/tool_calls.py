@@ -129,6 +129,8 @@ class MarkedCalls:
         self._call: _Call | None = None
         self._is_known = False  # the call has no mark before its own: only a known tool's is one
         self._opens, self._closes = _opens(form), _closes(form)
+        self._marks = (*self._opens, *self._hidden, *self._fences)
+        self._firsts = frozenset(mark[0] for mark in (*self._marks, *self._closes))
         self._is_behind = False  # of a call: marks that end it may follow
         self._in_section = False  # and so may a call without a mark
 
@@ -201,7 +203,10 @@ class MarkedCalls:
 
     def _find_mark(self) -> bool:
         """Return text up to the next mark. False when there is none."""
-        marks = (*self._opens, *self._hidden, *self._fences, *(self._closes if self._is_behind else ()))
+        if self._firsts.isdisjoint(self._held):
+            self._tell(len(self._held))
+            return False
+        marks = (*self._marks, *self._closes) if self._is_behind else self._marks
         found = min(((at, -len(mark), mark) for mark in marks if (at := self._place_of(mark)) >= 0), default=None)
         if found is None:
             self._tell(len(self._held) - max(overlap(self._held, mark) for mark in marks))
