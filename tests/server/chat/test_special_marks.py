@@ -38,6 +38,10 @@ JSON = TEMPLATE.replace("CALL{%", "({{ c.function.arguments | tojson }})<|end|>{
 KEYS = TEMPLATE.replace(
     "CALL{%", "{% for k, v in c.function.arguments.items() %}<|key|>{{ k }}={{ v }}<|end|>{% endfor %}<|end|>{%"
 )
+ELEMENTS = TEMPLATE.replace(
+    "CALL{%",
+    "{% for k, v in c.function.arguments.items() %}<|key|><{{ k }}>{{ v }}<|key|></{{ k }}>{% endfor %}<|end|>{%",
+)
 
 
 def accepts(template: str, pieces: list[str], mode: str = "required", is_thinking: bool = False) -> bool:
@@ -56,8 +60,12 @@ def accepts(template: str, pieces: list[str], mode: str = "required", is_thinkin
 
 @pytest.mark.parametrize(
     ("template", "inside"),
-    [(JSON, ['f({"a": "x"})', "<|end|>"]), (KEYS, ["f", "<|key|>", "a=x<|en", "<|end|>", "<|end|>"])],
-    ids=["JSON", "keys"],
+    [
+        (JSON, ['f({"a": "x"})', "<|end|>"]),
+        (KEYS, ["f", "<|key|>", "a=x<|en", "<|end|>", "<|end|>"]),
+        (ELEMENTS, ["f", "<|key|>", "<a>x</a><|ke", "<|key|>", "</a>", "<|end|>"]),
+    ],
+    ids=["JSON", "keys", "elements"],
 )
 def test_marks_that_are_special_tokens_are_written_as_such(template: str, inside: list[str]):
     assert accepts(template, ["<|call|>", *inside])

@@ -19,7 +19,7 @@ _OPEN, _CLOSE = "([{", ")]}"
 Steps = Generator[None, str, None]
 
 
-class _NoCallError(Exception):
+class NoCallError(Exception):
     """The text is no call."""
 
 
@@ -57,7 +57,7 @@ class MarkedReader:
             self._steps.send(char)
         except StopIteration:
             self.is_done = True
-        except _NoCallError:
+        except NoCallError:
             self.is_failed = True
         return self._out
 
@@ -84,7 +84,7 @@ class MarkedReader:
         form = self._form
         yield from self._literal(form.head)
         yield from self._read_name()
-        if form.kind == "tagged":
+        if form.kind in ("tagged", "elements"):
             yield from self._literal(form.mid)
             yield from self._read_tagged()
         elif form.kind == "python":
@@ -102,7 +102,7 @@ class MarkedReader:
                     yield
                 for char in word:
                     if self._char != char:
-                        raise _NoCallError
+                        raise NoCallError
                     yield
 
     def _read_name(self) -> Steps:
@@ -113,14 +113,14 @@ class MarkedReader:
             name += self._char
             yield
         if not name or (self._names is not None and name not in self._names):
-            raise _NoCallError
+            raise NoCallError
         self.found_name = name
 
     def _read_object(self) -> Steps:
         while self._char.isspace():
             yield
         if self._char not in '{"n':
-            raise _NoCallError
+            raise NoCallError
         is_streaming = self._char == "{"
         value = JsonValue()
         if is_streaming:
@@ -134,7 +134,7 @@ class MarkedReader:
         if not is_streaming:
             arguments = object_text(value.text)
             if arguments is None:
-                raise _NoCallError
+                raise NoCallError
             self.name = self.found_name
             self._out += arguments
         if self._form.kind == "keyed":
@@ -145,7 +145,7 @@ class MarkedReader:
         while self._char.isspace():
             yield
         if self._char != word:
-            raise _NoCallError
+            raise NoCallError
 
     def _read_tagged(self) -> Steps:
         key, end = _squeezed(self._form.key_begin), _squeezed(self._form.tail) or _squeezed(self._form.end)
@@ -168,7 +168,7 @@ class MarkedReader:
                 yield from self._read_whole()
                 return
             if not any(mark.startswith(held) for mark in (key, end, whole)):
-                raise _NoCallError
+                raise NoCallError
             yield
         self._out += "}" if self._given else "{}"
 
@@ -260,7 +260,7 @@ class MarkedReader:
     def _read_python(self) -> Steps:
         form = self._form
         if self._char != form.mid:
-            raise _NoCallError
+            raise NoCallError
         self.name = self.found_name
         close = _CLOSE[_OPEN.index(form.mid)]
         yield

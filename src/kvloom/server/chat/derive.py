@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from kvloom.contract.errors import BadRequest
-from kvloom.server.chat.form import ID, KNOWN, MARK, CallForm, Thinking
+from kvloom.server.chat.form import ID, KEY, KNOWN, MARK, SPACE, CallForm, Thinking
 
 # (messages, tools, whether the answer's beginning is added) -> prompt. Raises BadRequest where the template refuses
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
@@ -22,6 +22,7 @@ _KEYS = ("kvlka", "kvlkb")
 _VALUES: tuple[Any, ...] = ("kvlva", 7351)
 _IDS = ("kvlidaaa1", "kvlidbbb2")
 _ARGUMENTS = dict(zip(_KEYS, _VALUES, strict=True))
+_LISTED = {_KEYS[0]: [_VALUES[0]]}
 _CHANNEL = r"<\|channel\|>\w+(?=<\|message\|>)"  # gpt-oss: what follows is reasoning, by the channel's name
 PARTS = "parts"  # reasoning as a part of the content, of the type "thinking"
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan", PARTS)
@@ -41,10 +42,10 @@ TOOLS = [
 _ASKED = {"role": "user", "content": _USER}
 
 
-def _call(index: int, is_text: bool) -> dict[str, Any]:
-    arguments: Any = json.dumps(_ARGUMENTS) if is_text else _ARGUMENTS
+def _call(index: int, is_text: bool, arguments: Mapping[str, Any] = _ARGUMENTS) -> dict[str, Any]:
+    given: Any = json.dumps(arguments) if is_text else arguments
     return {
-        "id": _IDS[index], "type": "function", "function": {"name": _NAMES[index], "arguments": arguments},
+        "id": _IDS[index], "type": "function", "function": {"name": _NAMES[index], "arguments": given},
     }  # fmt: skip
 
 
@@ -143,13 +144,13 @@ def calls_of(render: Render, end_of_reasoning: str = "") -> CallForm | None:
             before, is_there, rest = text.partition(end_of_reasoning) if end_of_reasoning else ("", "", "")
             if is_there and _NAMES[0] not in before:
                 text = rest
-            return _form(text, _end(render))
+            return _form(text, _end(render), _called(render, 1, is_text, _LISTED) or "")
     return None
 
 
-def _called(render: Render, count: int, is_text: bool) -> str | None:
+def _called(render: Render, count: int, is_text: bool, arguments: Mapping[str, Any] = _ARGUMENTS) -> str | None:
     """What the template makes of an answer that is calls."""
-    calls = [_call(index, is_text) for index in range(count)]
+    calls = [_call(index, is_text, arguments) for index in range(count)]
     return _answer(render, {"role": "assistant", "content": "", "tool_calls": calls}, TOOLS)
 
 
@@ -226,7 +227,8 @@ def _end_of_json(text: str, begin: int) -> int:
         return begin
 
 
-def _form(text: str, end: str) -> CallForm | None:
+def _form(text: str, end: str, listed: str) -> CallForm | None:
+    """The form of the calls in a text, behind which `end` ends an answer. `listed`: a call with a list."""
     for index, id in enumerate(_IDS):
         text = text.replace(id, ID)
         text = text.replace(f'"{index}"', f'"{ID}"').replace(f":{index}<", f":{ID}<")
@@ -243,6 +245,8 @@ def _form(text: str, end: str) -> CallForm | None:
     if parts is None:
         return None
     taken, fields = parts
+    if fields["kind"] == "elements":
+        fields["item"] = _item(listed, fields["key_begin"], fields["key_end"])
     return _around(pre, None if between is None else between[taken:], post[taken:], fields)
 
 
@@ -264,6 +268,8 @@ def _tagged(text: str, found: _Found, after: str) -> tuple[int, dict[str, Any]] 
     if match is None or not match[2].strip():
         return None
     before, key_end, inside, other = match.groups()
+    if _KEYS[0] in inside:
+        return _elements(before, key_end, inside, after) if other == key_end else None
     key_begin = _common_end(before, inside)
     value_end = inside[: len(inside) - len(key_begin)]
     if not key_begin.strip() or not value_end.strip() or not after.startswith(value_end):
@@ -271,6 +277,30 @@ def _tagged(text: str, found: _Found, after: str) -> tuple[int, dict[str, Any]] 
     fields = {"key_begin": key_begin, "key_end": key_end, "other_end": other if other != key_end else ""}
     mid = before[: len(before) - len(key_begin)]
     return len(value_end), {"kind": kind, "mid": mid, "value_end": value_end, **fields}
+
+
+def _elements(before: str, key_end: str, inside: str, after: str) -> tuple[int, dict[str, Any]] | None:
+    """The same of arguments whose keys end them too. `before`: what stands before the first key; `inside`: what stands
+    between its value and the next key; `after`: what follows the last value.
+    """
+    value_end, _, rest = inside.partition(_KEYS[0])
+    key_begin = rest.lstrip().removeprefix(key_end.strip())
+    value_end += KEY + key_end.strip()
+    last = value_end.replace(KEY, _KEYS[1])
+    if not re.fullmatch(r"[>\]]", key_end.strip()) or not after.startswith(last):
+        return None
+    if not key_begin.strip() or not before.endswith(key_begin):
+        return None
+    mid = before[: len(before) - len(key_begin)]
+    fields = {"key_begin": key_begin, "key_end": key_end, "value_end": value_end}
+    return len(last), {"kind": "elements", "mid": mid, **fields}
+
+
+def _item(listed: str, key_begin: str, key_end: str) -> str:
+    """The name of a list's elements; "" where a list is none. `listed`: an argument that is a list of a text."""
+    begin, end = re.escape(key_begin.strip()), re.escape(key_end.strip())
+    found = re.search(rf"{_KEYS[0]}{end}\s*{begin}([^\s<>/]+){end}\s*{_VALUES[0]}", listed)
+    return found[1] if found else ""
 
 
 def _around(pre: str, between: str | None, post: str, fields: dict[str, Any]) -> CallForm | None:
@@ -285,7 +315,7 @@ def _around(pre: str, between: str | None, post: str, fields: dict[str, Any]) ->
         end, is_section = post.rstrip(), False
         if between is not None:
             end = _common_begin(end, between).rstrip() or end
-        if fields["kind"] == "tagged" and head.strip():
+        if fields["kind"] in ("tagged", "elements") and head.strip():
             own, end = _split_end(end)
             tail += own
         sep = space
@@ -305,7 +335,7 @@ def _around(pre: str, between: str | None, post: str, fields: dict[str, Any]) ->
 
 def _split(pre: str) -> tuple[str, str]:
     """The mark that begins a call, and what stands between it and the name."""
-    found = re.match(r"[^\s\x00]*?[>\]]", pre) or re.match(r"[^\x00]*", pre)
+    found = re.match(rf"(?:{SPACE})?[^\s\x00]*?[>\]]", pre) or re.match(r"[^\x00]*", pre)
     mark = found[0] if found else ""
     return mark, pre[len(mark) :]
 
@@ -328,7 +358,8 @@ def _is_alike(known: CallForm, form: CallForm) -> bool:
     def squeezed(one: CallForm) -> list[str]:
         return ["".join(mark.split()) for mark in one.marks]
 
-    return known.kind == form.kind and known.is_section == form.is_section and squeezed(known) == squeezed(form)
+    alike = (known.kind, known.is_section, known.item) == (form.kind, form.is_section, form.item)
+    return alike and squeezed(known) == squeezed(form)
 
 
 def _common_begin(first: str, second: str) -> str:

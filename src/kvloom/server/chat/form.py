@@ -5,18 +5,21 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+SPACE = r"\]<\]\w+\[>\["  # MiniMax M3's token before each tag
 # a mark: a tag, or Kimi K3's `<|open|>NAME<|sep|>`
-MARK = r"(?:<\|(?:open|close)\|>[^<]*<\|sep\|>|<[^<>\s]+>|\[/?[A-Z][A-Z _]+\])"
+MARK = rf"(?:<\|(?:open|close)\|>[^<]*<\|sep\|>|(?:{SPACE})?<[^<>\s]+>|\[/?[A-Z][A-Z _]+\])"
 TYPE = "\x01"  # in `other_end`: the value's type as JSON Schema names it
 NAME = "\x02"  # in `address`: the name of the function
+KEY = "\x03"  # in `value_end`: the argument's key
 ID = "\x00"  # in `head` and `mid`: an id, or a number, that the model makes up
 
-# object  {"name": NAME, "arguments": {...}}, maybe with more members
-# keyed   {NAME: {...}}
-# json    NAME, then the arguments as a JSON object
-# tagged  NAME, then each argument as a key and a value between marks
-# python  NAME(key=value, ...), also with other brackets and quotes
-Kind = Literal["object", "keyed", "json", "tagged", "python"]
+# object    {"name": NAME, "arguments": {...}}, maybe with more members
+# keyed     {NAME: {...}}
+# json      NAME, then the arguments as a JSON object
+# tagged    NAME, then each argument as a key and a value between marks
+# elements  NAME, then each argument as an element that its key names, and objects and lists as elements within it
+# python    NAME(key=value, ...), also with other brackets and quotes
+Kind = Literal["object", "keyed", "json", "tagged", "elements", "python"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,8 @@ class CallForm:
 
     is_section: one BEGIN CALL BETWEEN CALL END; else each call has its own begin and end, and `between` separates them.
     CALL: head NAME mid ARGUMENTS tail. An argument of a tagged call: key_begin KEY key_end VALUE value_end, where
-    key_end is `other_end` before values that are no text, if these differ.
+    key_end is `other_end` before values that are no text, if these differ. Elements have the same parts, and the key in
+    `value_end`.
     """
 
     name: str
@@ -43,6 +47,7 @@ class CallForm:
     value_end: str = ""
     json_begin: str = ""  # tagged: around all arguments of a call as one JSON object, if a call may have that instead
     json_end: str = ""
+    item: str = ""  # elements: the name of an element of a list; "" = objects and lists are JSON
     quote: str = ""  # python: what stands around a text; "" = a quotation mark
     assign: str = "="  # python: between a key and its value
     is_single: bool = False  # an answer ends with its first call
@@ -109,6 +114,7 @@ REASONING: Mapping[str, Thinking] = MappingProxyType(
         "mistral": Thinking("[THINK]", "[/THINK]", ""),
         "seed_oss": Thinking("<seed:think>", "</seed:think>"),
         "kimi": Thinking("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+        "minimax_m3": Thinking("<mm:think>", "</mm:think>", ""),
         "cohere": Thinking("<|START_THINKING|>", "<|END_THINKING|>", ""),
         "gemma4": Thinking("<|channel>thought", "<channel|>"),
         "harmony": _HARMONY,
@@ -127,6 +133,7 @@ QWEN3_CODER = CallForm(
 )  # fmt: skip
 LLAMA3 = CallForm("llama3", "object", head='{"name": "', mid='", "parameters": ', tail="}", between="; ")
 _BAR = "\uff5c"  # the bar in the marks of DeepSeek's models
+_M3 = "]<]minimax[>["  # the token before each tag of MiniMax M3
 _KNOWN = (
     HERMES,
     QWEN3_CODER,
@@ -156,6 +163,10 @@ _KNOWN = (
     CallForm(
         "minimax_m2", "tagged", "<minimax:tool_call>", "\n</minimax:tool_call>", True, '\n<invoke name="', '">',
         "\n</invoke>", "", '\n<parameter name="', '">', value_end="</parameter>",
+    ),
+    CallForm(
+        "minimax_m3", "elements", f"{_M3}<tool_call>", f"\n{_M3}</tool_call>", True, f'\n{_M3}<invoke name="', '">',
+        f"{_M3}</invoke>", "", f"{_M3}<", ">", value_end=f"{_M3}</{KEY}>", item="item",
     ),
     CallForm(
         "seed_oss", "tagged", "<seed:tool_call>", "\n</seed:tool_call>", False, "\n<function=", ">", "\n</function>",

@@ -61,7 +61,9 @@ class ReasoningSplitter:
         begin = self._held.lstrip()
         if begin.startswith(self._begin):
             self.is_open, self._is_undecided, self._held = True, False, begin[len(self._begin) :]
-        elif not self._begin.startswith(begin):
+        elif begin.startswith(self._end):  # of no reasoning
+            self._is_undecided, self._held = False, begin[len(self._end) :]
+        elif not self._begin.startswith(begin) and not self._end.startswith(begin):
             self._is_undecided = self._is_fresh = False
         return not self._is_undecided
 

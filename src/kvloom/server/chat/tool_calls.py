@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from kvloom.engine.text.stop import overlap
 from kvloom.server.chat.answer_events import AnswerEvents
 from kvloom.server.chat.call_readers import MarkedReader
+from kvloom.server.chat.element_reader import ElementReader
 from kvloom.server.chat.events import ChatEvent, ToolCallStart
 from kvloom.server.chat.form import ID, KNOWN, MARK, CallForm
 from kvloom.server.chat.json_calls import CallScanner
@@ -181,7 +182,7 @@ class MarkedCalls:
         if any(mark.startswith(rest) for mark in (*self._closes, *self._opens)):
             return False
         own = (self._form.head.split(ID)[0].split() or [""])[0]
-        own = own if own.startswith("<") else own[:1]
+        own = own if own.startswith(_TAGS) else own[:1]
         if len(rest) < len(own) and own.startswith(rest):
             return False
         self._in_section = False
@@ -267,7 +268,8 @@ class MarkedCalls:
         if char == "{" and self._form.begin == _XML.begin:
             return _Call(CallScanner(), self._events)
         names = self._schemas.keys() if self._is_known else None
-        return _Call(MarkedReader(self._form, self._schemas, names), self._events)
+        reader = ElementReader if self._form.kind == "elements" else MarkedReader
+        return _Call(reader(self._form, self._schemas, names), self._events)
 
     def _end_call(self, call: _Call, char: str, rest: str) -> None:
         if not call.is_failed:
@@ -293,14 +295,17 @@ _FENCES = (_FENCE + "json", _FENCE)  # what begins a block
 def _opens(form: CallForm) -> tuple[str, ...]:
     """What begins a call in a text: its mark, or the one that follows it, if a model leaves the first one out."""
     own = form.head.split(ID)[0].strip()
-    return (form.begin, own) if own[:1] == "<" and len(own) >= _MIN_MARK else (form.begin,)
+    return (form.begin, own) if own.startswith(_TAGS) and len(own) >= _MIN_MARK else (form.begin,)
 
 
+_TAGS = ("<", "]<]")  # what tags begin with
 _MIN_MARK = 8  # characters of a mark that nobody writes by chance
 
 
 def _closes(form: CallForm) -> tuple[str, ...]:
     """What ends a call, or all of them, behind what its reader has taken."""
+    if form.kind == "elements":
+        return tuple(form.end.split())
     behind = form.tail + form.end if form.kind == "json" else form.end
     if form.kind == "tagged" and not form.tail.strip():
         return ()  # the end of the mark is that of the call, which its reader takes

@@ -1,14 +1,14 @@
 """Grammars that make answers call tools, in the form that the model's template shows: Lark, as llguidance takes it."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvloom.server.chat.form import ID, NAME, TYPE, CallForm
-from kvloom.server.chat.grammars import checked_grammar, inner_schema
-from kvloom.server.chat.regexes import lark_regex
+from kvloom.server.chat.element_grammars import element_rules
+from kvloom.server.chat.form import NAME, TYPE, CallForm
+from kvloom.server.chat.grammars import checked_grammar
+from kvloom.server.chat.lark_parts import json_part, literal, literals, open_text
 from kvloom.server.chat.tools import Tool, ToolChoice
 
 
@@ -39,14 +39,14 @@ def tool_grammar(form: CallForm, tools: Sequence[Tool], choice: ToolChoice, is_p
     if choice.mode == "auto" and not answer and not form.text_lead:
         lines += _free_rules(form, is_parallel)
         return _checked({"lark_grammar": "\n".join(lines)})
-    begin, end = _literal(form, form.begin), _literal(form, form.end)
+    begin, end = literal(form, form.begin), literal(form, form.end)
     lines.append("call: body" if form.is_section or form.address else f"call: {begin} body {end}")
-    between = _literal(form, form.between)
+    between = literal(form, form.between)
     more = f" ({between} call)*" if is_parallel else ""
     # a token may hold the end of a mark and a line break, with which the answer may end too
     last = f" {between}?" if form.between.isspace() else ""
     lines.append(f"calls: {begin} call{more} {end}" if form.is_section else f"calls: call{more}{last}")
-    lead, text_lead = _literal(form, form.lead), _literal(form, form.text_lead.removeprefix(form.lead))
+    lead, text_lead = literal(form, form.lead), literal(form, form.text_lead.removeprefix(form.lead))
     if choice.mode != "auto":
         return _checked({"lark_grammar": "\n".join([*lines, f"start: {lead} calls"])})
     if not answer:
@@ -62,7 +62,7 @@ def _with_lead(form: CallForm, answer: str) -> str:
     if not answer or not form.text_lead:
         return answer
     other = _grammars_of(answer)
-    start = {"lark_grammar": f"start: {_literal(form, form.text_lead)} @answer"}
+    start = {"lark_grammar": f"start: {literal(form, form.text_lead)} @answer"}
     return json.dumps({"grammars": [start, {**other[0], "name": "answer"}, *other[1:]]})
 
 
@@ -70,7 +70,7 @@ def _free_rules(form: CallForm, is_parallel: bool) -> list[str]:
     """Free text in which every call follows its schema. The mark of a call is a special token, or a lexeme that ends as
     early as possible.
     """
-    between, end = _literal(form, form.between), _literal(form, form.end)
+    between, end = literal(form, form.between), literal(form, form.end)
     if not form.begin:  # the whole answer is a call
         more = f" ({between} body)*" if is_parallel else ""
         return [f"start: body{more} | TEXT?", r"TEXT: /[^{](.|\n)*/"]
@@ -79,12 +79,12 @@ def _free_rules(form: CallForm, is_parallel: bool) -> list[str]:
     first = next(((text, id) for text, id in form.special_ids if form.begin.startswith(text)), None)
     if first is not None:
         text, id = first
-        mark = f"<[{id}]> {_literal(form, form.begin[len(text) :])}"
+        mark = f"<[{id}]> {literal(form, form.begin[len(text) :])}"
         return [f"start: free{many} other*", f"free: other* {mark} body{more} {end}", f"other: <[^{id}]>"]
     return [
         f"start: free{many} TEXT",
         f"free: mark body{more} {end}",
-        f"mark[lazy]: TEXT {_literal(form, form.begin)}",
+        f"mark[lazy]: TEXT {literal(form, form.begin)}",
         r"TEXT: /(.|\n)*/",
     ]
 
@@ -93,22 +93,18 @@ def _call_rules(form: CallForm, index: int, tool: Tool, schema: dict[str, Any]) 
     """A call, without the marks that may stand around several."""
     rule = f"call_{index}"
     if form.address:
-        address = _literal(form, form.address.replace(NAME, tool.name))
+        address = literal(form, form.address.replace(NAME, tool.name))
         lines = _call_rules(replace(form, address=""), index, tool, schema)
         last = lines[-1].removeprefix(f"{rule}: ")
-        return [*lines[:-1], f"{rule}: {address} {_literal(form, form.begin)} {last} {_literal(form, form.end)}"]
+        return [*lines[:-1], f"{rule}: {address} {literal(form, form.begin)} {last} {literal(form, form.end)}"]
     if form.kind == "tagged":
         return _tagged_rules(form, rule, tool, schema)
+    if form.kind == "elements":
+        return element_rules(form, rule, tool, schema)
     if form.kind == "python":
         return _python_rules(form, rule, tool, schema)
-    head, tail = _parts(form, form.head, tool.name, form.mid), _parts(form, form.tail)
-    return [f"{rule}: {head} {_json(schema, tool)} {tail}"]
-
-
-def _parts(form: CallForm, *texts: str) -> str:
-    """Literals one after the other; an id is any word."""
-    found = [piece for piece in re.split(f"({ID})", "".join(texts)) if piece]
-    return " ".join("/[A-Za-z0-9_.-]+/" if piece == ID else _literal(form, piece) for piece in found) or '""'
+    head, tail = literals(form, form.head, tool.name, form.mid), literals(form, form.tail)
+    return [f"{rule}: {head} {json_part(schema, tool)} {tail}"]
 
 
 def _tagged_rules(form: CallForm, rule: str, tool: Tool, schema: dict[str, Any]) -> list[str]:
@@ -124,14 +120,14 @@ def _tagged_rules(form: CallForm, rule: str, tool: Tool, schema: dict[str, Any])
             type = str(value.get("type", "object")) if isinstance(value, dict) else "object"
             other = form.other_end.replace(TYPE, "number" if type == "integer" else type)
             begin = f"{form.key_begin}{key}{other or form.key_end}"
-            lines.append(f"{name}: {_literal(form, begin)} {_json(_with(value, shared), tool)} {_literal(form, end)}")
+            lines.append(f"{name}: {literal(form, begin)} {json_part(_with(value, shared), tool)} {literal(form, end)}")
         elif "enum" in value or "const" in value:
-            options = " | ".join(_literal(form, str(text)) for text in value.get("enum", [value.get("const")]))
-            lines.append(f"{name}: {_literal(form, begin)} ({options}) {_literal(form, end)}")
+            options = " | ".join(literal(form, str(text)) for text in value.get("enum", [value.get("const")]))
+            lines.append(f"{name}: {literal(form, begin)} ({options}) {literal(form, end)}")
         else:
-            lines += _open_text(form, name, begin, end, value)
+            lines += open_text(form, name, begin, end, value)
         parts.append(name if key in required else f"{name}?")
-    head, tail = _parts(form, form.head, tool.name, form.mid), _parts(form, form.tail)
+    head, tail = literals(form, form.head, tool.name, form.mid), literals(form, form.tail)
     return [*lines, f"{rule}: {head} {' '.join(parts)} {tail}"]
 
 
@@ -145,15 +141,15 @@ def _python_rules(form: CallForm, rule: str, tool: Tool, schema: dict[str, Any])
         begin = key + form.assign
         is_text = isinstance(value, dict) and value.get("type") == "string" and "enum" not in value
         if is_text and form.quote:
-            lines += _open_text(form, name, begin + form.quote, form.quote, value)
+            lines += open_text(form, name, begin + form.quote, form.quote, value)
         else:
-            lines.append(f"{name}: {_literal(form, begin)} {_json(_with(value, shared), tool)}")
-        more = f" ({_literal(form, ', ' if form.assign == '=' else ',')} {rest})" if rest else ""
+            lines.append(f"{name}: {literal(form, begin)} {json_part(_with(value, shared), tool)}")
+        more = f" ({literal(form, ', ' if form.assign == '=' else ',')} {rest})" if rest else ""
         more = f"{more}?" if more and not any(other in required for other in _after(schema, key)) else more
         lines.append(f"{name}_on: {name}{more}" + (f" | {rest}" if rest and key not in required else ""))
         rest = f"{name}_on"
     inner = rest if any(key in required for key in schema.get("properties") or {}) else f"{rest}?" if rest else ""
-    return [*lines, f"{rule}: {_parts(form, form.head, tool.name, form.mid)} {inner} {_parts(form, form.tail)}"]
+    return [*lines, f"{rule}: {literals(form, form.head, tool.name, form.mid)} {inner} {literals(form, form.tail)}"]
 
 
 def _after(schema: dict[str, Any], key: str) -> list[str]:
@@ -161,46 +157,8 @@ def _after(schema: dict[str, Any], key: str) -> list[str]:
     return keys[keys.index(key) + 1 :]
 
 
-def _text(schema: dict[str, Any]) -> str:
-    """A regular expression for a string that is written without quotes."""
-    pattern = schema.get("pattern")
-    if isinstance(pattern, str):
-        before = "" if pattern.startswith("^") else r"(.|\n)*"
-        after = "" if pattern.endswith("$") else r"(.|\n)*"
-        return lark_regex(f"{before}({pattern.removeprefix('^').removesuffix('$')}){after}")
-    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
-    return rf"/(.|\n){{{low},{high}}}/"
-
-
 def _with(schema: Any, shared: dict[str, Any]) -> Any:
     return {**shared, **schema} if isinstance(schema, dict) else schema
-
-
-def _json(schema: Any, tool: Tool) -> str:
-    """Raises BadRequest."""
-    return "%json " + json.dumps(inner_schema(schema, tool.schema_field, tool.is_strict))
-
-
-def _open_text(form: CallForm, name: str, begin: str, end: str, schema: dict[str, Any]) -> list[str]:
-    """Rule `name`: a text without quotes between two marks. It ends at the first `end`, which no token of it is part of
-    where that is a special one.
-    """
-    if any(text in end for text, _ in form.special_ids):
-        return [f"{name}: {_literal(form, begin)} {name}_text {_literal(form, end)}", f"{name}_text: {_text(schema)}"]
-    return [
-        f"{name}: {_literal(form, begin)} {name}_text",
-        f"{name}_text[suffix={_literal(form, end)}]: {_text(schema)}",
-    ]
-
-
-def _literal(form: CallForm, text: str) -> str:
-    """A text, in which special tokens are themselves: no other token spells them."""
-    ids = dict(form.special_ids)
-    if not ids:
-        return json.dumps(text, ensure_ascii=False)
-    known = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
-    pieces = [piece for piece in re.split(f"({known})", text) if piece]
-    return " ".join(f"<[{ids[one]}]>" if one in ids else json.dumps(one, ensure_ascii=False) for one in pieces) or '""'
 
 
 def _grammars_of(grammar: str) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvloom.server.chat.content import joined
+from kvloom.server.chat.elements import arguments_text
 from kvloom.server.chat.form import HERMES, ID, TYPE, CallForm
 from kvloom.server.chat.values import json_type
 
@@ -75,9 +76,11 @@ def call_text(form: CallForm, calls: Sequence[tuple[str, Any]]) -> str:
 
 
 def _arguments_text(form: CallForm, arguments: Any) -> str:
-    if form.kind not in ("tagged", "python"):
+    if form.kind not in ("tagged", "elements", "python"):
         return json.dumps(arguments, ensure_ascii=False)
     known = arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
+    if form.kind == "elements":
+        return arguments_text(form, known)
     texts = [
         (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), value)
         for key, value in known.items()

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-_MAX_DEPTH = 16  # references and alternatives of a schema that are followed
+MAX_DEPTH = 16  # references and alternatives of a schema that are followed
 _WORDS = {"None": "null", "True": "true", "False": "false"}
 _PYTHON = re.compile(r'"(?:\\.|[^"\\])*"|\b(?:None|True|False)\b')
 _BARE_KEY = re.compile(r'("(?:\\.|[^"\\])*")|([{,]\s*)([^\s"{}\[\],:]+)(\s*:)')
@@ -20,12 +20,16 @@ def typed_json(schema: Mapping[str, Any], key: str, value: str, said: str, is_ba
     are written without quotes.
     """
     properties = schema.get("properties")
-    known = properties.get(key) if isinstance(properties, dict) else None
+    return value_json(properties.get(key) if isinstance(properties, dict) else None, schema, value, said, is_bare)
+
+
+def value_json(known: object, root: Mapping[str, Any], value: str, said: str = "", is_bare: bool = False) -> str:
+    """The same of a value whose schema is `known`; `root` holds what references lead to."""
     is_text = said == "text" or (not said and isinstance(known, dict) and known.get("type") == "string")
     literal = None if is_text else _literal(value, is_bare)
     if literal is None:
         return json.dumps(value, ensure_ascii=False)
-    types = _types_of(known, schema)
+    types = types_of(known, root)
     if not said and types is not None and "string" in types and json_type(msgspec.json.decode(literal)) not in types:
         return json.dumps(value, ensure_ascii=False)
     return literal
@@ -85,7 +89,7 @@ def json_type(value: object) -> str:
     return "object"
 
 
-def _types_of(schema: object, root: Mapping[str, Any], depth: int = _MAX_DEPTH) -> frozenset[str] | None:
+def types_of(schema: object, root: Mapping[str, Any], depth: int = MAX_DEPTH) -> frozenset[str] | None:
     """The JSON types that a schema allows, named as json_type does; None where its outermost keywords do not say.
 
     `root` holds what references lead to.
@@ -100,15 +104,15 @@ def _types_of(schema: object, root: Mapping[str, Any], depth: int = _MAX_DEPTH) 
         return frozenset(map(json_type, schema.get("enum", [schema.get("const")])))
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        return _types_of(_at(root, reference), root, depth - 1)
+        return types_of(at_reference(root, reference), root, depth - 1)
     options = next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), None)
     if options is None:
         return None
-    found = [_types_of(option, root, depth - 1) for option in options]
+    found = [types_of(option, root, depth - 1) for option in options]
     return frozenset().union(*(types for types in found if types)) if all(found) else None
 
 
-def _at(root: Mapping[str, Any], reference: str) -> object:
+def at_reference(root: Mapping[str, Any], reference: str) -> object:
     """What a reference within the schema leads to; None where there is nothing."""
     place: object = root
     for name in reference.removeprefix("#/").split("/"):
