@@ -132,6 +132,7 @@ PURE := kvloom/engine/schedule/again kvloom/engine/schedule/ahead kvloom/engine/
   kvloom/gewu/protocol/frames kvloom/gewu/protocol/jsontext kvloom/gewu/protocol/schema kvloom/gewu/qos \
   kvloom/gewu/service/company kvloom/gewu/service/room kvloom/gewu/service/sessions kvloom/gewu/service/memory \
   kvloom/server/chat/output kvloom/server/chat/reasoning kvloom/server/chat/fold kvloom/server/chat/turns kvloom/server/chat/open_tagged \
+  kvloom/server/chat/elements \
   kvloom/checkpoints/quantized/blocks kvloom/checkpoints/quantized/small_blocks kvloom/checkpoints/quantized/numbers kvloom/checkpoints/quantized/packed \
   kvloom/checkpoints/quantized/rotations kvloom/checkpoints/quantized/scheme kvloom/checkpoints/fields
 PURE_TESTS := engine/schedule/test_again \
@@ -142,7 +143,7 @@ PURE_TESTS := engine/schedule/test_again \
   pool/storage/test_properties pool/storage/test_allocator ems/test_breaker ems/wire/test_packing \
   ems/wire/test_wire gewu/protocol/test_frames gewu/service/test_crashes gewu/protocol/test_schema \
   gewu/service/test_qos gewu/service/test_room gewu/service/test_sessions gewu/service/test_memory \
-  server/chat/test_chat_output server/chat/test_fold server/chat/test_missing_marks engine/weights/test_blocks engine/weights/test_quantized_folders \
+  server/chat/test_chat_output server/chat/test_fold server/chat/test_missing_marks server/chat/test_elements engine/weights/test_blocks engine/weights/test_quantized_folders \
   engine/weights/test_quantization_config
 comma := ,
 space := $(subst ,, )

@@ -95,6 +95,23 @@ def test_a_call_ends_reasoning_whose_end_is_missing(text: str, found: tuple[str,
         assert (thoughts, "".join(event.text for event in events if isinstance(event, TextDelta))) == found
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("</think>Yes.", [TextDelta("Yes.")]),
+        ("\n</think>\n\n<b>Yes</think>", [TextDelta("<b>Yes</think>")]),
+        ("</th", [TextDelta("</th")]),
+        ("</the>", [TextDelta("</the>")]),
+        ("</think><think>No", [TextDelta("<think>No")]),
+    ],
+)
+def test_an_end_mark_with_which_an_answer_begins_is_no_text(text: str, found: list[TextDelta]):
+    for pieces in ([text], list(text)):
+        splitter = ReasoningSplitter(False)
+        events = [event for piece in pieces for event in splitter.add(piece)] + splitter.finish()
+        assert [TextDelta("".join(event.text for event in events if isinstance(event, TextDelta)))] == found
+
+
 def test_the_analysis_channel_is_counted_as_reasoning():
     output = ChatOutput(None, ChannelReader(HARMONY, {"f": {}}), max_calls=1)
     call = "<|channel|>commentary to=functions.f json<|message|>{}"

@@ -51,6 +51,13 @@ SCHEMA: dict[str, Any] = {
         "map": {"type": "object", "additionalProperties": {"type": "boolean"}},
         "empty": {"type": "object", "additionalProperties": False},
         "never": False,
+        "all": {"allOf": [{"$ref": "#/$defs/T"}], "description": "a tree"},
+        "one": {"allOf": [{"type": "string"}]},
+        "some": {
+            "type": "object",
+            "properties": {"p": {"type": "string"}, "q": {"type": "integer"}},
+            "anyOf": [{"required": ["p"]}, {"required": ["q"], "properties": {"r": {"type": "string"}}}],
+        },
     },
     "required": ["a"],
     "$defs": {"T": {**TREE, "required": ["v"]}},
@@ -75,6 +82,8 @@ VALUES: list[dict[str, Any]] = [
     {"a": "x", "any": "some words"},
     {"a": "x", "map": {"p": True, "q": False}},
     {"a": "x", "empty": {}},
+    {"a": "x", "all": {"v": 1}, "one": "42", "some": {"p": "1"}},
+    {"a": "x", "some": {"q": 1, "r": "2"}},
 ]
 WRONG: list[dict[str, Any]] = [
     {"n": 7},
@@ -90,6 +99,8 @@ WRONG: list[dict[str, Any]] = [
     {"a": "x", "empty": {"p": 1}},
     {"a": "x", "never": 1},
     {"a": "x", "other": 1},
+    {"a": "x", "all": {}},
+    {"a": "x", "some": {}},
 ]
 
 
@@ -169,6 +180,21 @@ def test_calls_in_texts_are_read_back_and_follow_the_grammar(form: CallForm, arg
 @pytest.mark.parametrize("arguments", WRONG, ids=str)
 def test_the_grammar_refuses_what_the_schema_does(form: CallForm, arguments: dict[str, Any]):
     assert not accepts(grammar(form), call_text(form, [("f", arguments)]))
+
+
+def test_arguments_may_follow_one_of_several_schemas():
+    listed = {"properties": {"a": {"type": "array", "items": {"type": "string"}}}, "required": ["a"]}
+    either = {"properties": {"k": {"type": "boolean"}}, "required": ["k"], "anyOf": [POINT, listed]}
+    schema = {"$ref": "#/$defs/S", "$defs": {"S": either}}
+    right = {"k": True, "a": ["1", "2"]}
+    wanted = grammar(M3, "required", Tool("f", "", schema))
+    assert accepts(wanted, call_text(M3, [("f", right)]))
+    assert accepts(wanted, call_text(M3, [("f", {"k": True, "x": 1})]))
+    for wrong in ({"k": True}, {"a": ["1"]}, {"k": True, "a": [], "x": 1}):
+        assert not accepts(wanted, call_text(M3, [("f", wrong)]))
+    parser = make_parser(M3, {"f": schema})
+    events = parser.add(call_text(M3, [("f", right)])) + parser.finish()
+    assert events == [ToolCallStart(0, "f"), ToolCallArguments(0, json.dumps(right))]
 
 
 def test_null_has_no_element():

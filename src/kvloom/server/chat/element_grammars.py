@@ -21,9 +21,9 @@ _NOT_HELD = (
 def element_rules(form: CallForm, rule: str, tool: Tool, schema: dict[str, Any]) -> list[str]:
     """Rule `rule`: a call, its arguments in the schema's order; optional ones may be omitted. Raises BadRequest."""
     rules = _Rules(form, rule, tool, schema)
-    inner = rules.members(schema)
+    inner = " | ".join(map(rules.members, options_of(schema, schema)))
     head, tail = literals(form, form.head, tool.name, form.mid), literals(form, form.tail)
-    return [*rules.lines, f"{rule}: {head} {inner} {tail}"]
+    return [*rules.lines, f"{rule}: {head} ({inner}) {tail}"]
 
 
 class _Rules:

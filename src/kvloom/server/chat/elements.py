@@ -16,6 +16,7 @@ from kvloom.server.chat.values import MAX_DEPTH, at_reference, types_of, value_j
 
 _KEY = r"[^\s<>/][^<>\n]*?"
 _MAX_KEY = 256  # characters
+_MAX_NESTED = 64  # elements within each other; what is deeper stays a text
 _EMPTY = (("array", "[]"), ("object", "{}"), ("null", "null"))  # what an element without a text means, if it is no text
 
 
@@ -80,7 +81,7 @@ def last_of(form: CallForm, key: str, text: str, schema: Mapping[str, Any]) -> L
     return Last(text[: len(text) - held], "", True)
 
 
-def element_json(form: CallForm, known: object, root: Mapping[str, Any], text: str, depth: int = MAX_DEPTH) -> str:
+def element_json(form: CallForm, known: object, root: Mapping[str, Any], text: str, depth: int = _MAX_NESTED) -> str:
     """The value of an element as JSON text of a type that its schema allows; `root` holds what references lead to."""
     text = text.removeprefix("\n") if form.key_end.endswith("\n") else text
     text = text.removesuffix("\n") if form.value_end.startswith("\n") else text
@@ -123,18 +124,34 @@ def _element_text(form: CallForm, key: str, value: Any) -> str:
 
 
 def options_of(schema: object, root: Mapping[str, Any], depth: int = MAX_DEPTH) -> Iterator[dict[str, Any]]:
-    """The schemas one of which a value follows, where references, `anyOf` and `oneOf` lead to them."""
+    """The schemas one of which a value follows: where references, `anyOf`, `oneOf`, and an `allOf` of one schema lead
+    to, each with what stands beside these.
+    """
     if not isinstance(schema, dict) or not depth:
         return
-    reference = schema.get("$ref")
+    reference, every = schema.get("$ref"), schema.get("allOf")
+    lists = {"anyOf": schema.get("anyOf"), "oneOf": schema.get("oneOf")}
     if isinstance(reference, str) and reference.startswith("#/"):
-        yield from options_of(at_reference(root, reference), root, depth - 1)
-        return
-    options = next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), None)
-    if options is None:
+        lists["$ref"] = [at_reference(root, reference)]
+    if isinstance(every, list) and len(every) == 1:
+        lists["allOf"] = every
+    name = next((key for key, options in lists.items() if isinstance(options, list)), None)
+    if name is None:
         yield schema
-    for option in options or ():
-        yield from options_of(option, root, depth - 1)
+        return
+    outer = {key: value for key, value in schema.items() if key != name}
+    for option in lists[name] or ():
+        yield from options_of(_both(outer, option if isinstance(option, dict) else {}), root, depth - 1)
+
+
+def _both(outer: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+    """A schema with what stands beside it."""
+    found = {**outer, **inner}
+    if "properties" in outer and "properties" in inner:
+        found["properties"] = {**outer["properties"], **inner["properties"]}
+    if "required" in outer and "required" in inner:
+        found["required"] = [*outer["required"], *inner["required"]]
+    return found
 
 
 def member_schema(known: object, root: Mapping[str, Any], key: str) -> object:

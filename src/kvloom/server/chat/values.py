@@ -105,7 +105,9 @@ def types_of(schema: object, root: Mapping[str, Any], depth: int = MAX_DEPTH) ->
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
         return types_of(at_reference(root, reference), root, depth - 1)
+    every = schema.get("allOf")
     options = next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), None)
+    options = every if options is None and isinstance(every, list) and len(every) == 1 else options
     if options is None:
         return None
     found = [types_of(option, root, depth - 1) for option in options]
