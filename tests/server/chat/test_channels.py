@@ -148,6 +148,12 @@ _PIECES = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["harmony", "llm_jp"])
+@pytest.mark.parametrize("text", ["<|<|message|>Hi", "to<|message|>Hi"])
+def test_a_part_of_a_header_is_none(name: str, text: str):
+    assert read(name, text, 1) == read(name, text, 1000) == ("", text, [])
+
+
 @pytest.mark.parametrize("name", ROWS)
 @given(pieces=st.lists(st.sampled_from(_PIECES), max_size=12), size=st.integers(1, 7))
 def test_pieces_make_no_difference(name: str, pieces: list[str], size: int):

@@ -98,7 +98,10 @@ class ChannelReader:
         return any(text.startswith(opening) or opening.startswith(text) for opening in openings)
 
     def _is_header(self, text: str) -> bool:
-        return self._begins_header(text) and (bool(self._form.openings) or text in (*self._schemas, self._form.plain))
+        openings = self._form.openings
+        if not openings:
+            return text in (*self._schemas, self._form.plain)
+        return self._begins_header(text) and (not text.strip() or text.lstrip().startswith(openings))
 
     def _kind_of(self, header: str) -> Begun | Literal["call"]:
         if self._name(header):
