@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from kvloom.server.chat.events import TextDelta, ToolCallArguments, ToolCallStart
-from kvloom.server.chat.form import ChatForm
+from kvloom.server.chat.form import KNOWN, ChatForm
 from kvloom.server.chat.style import form_of
 from kvloom.server.chat.tool_calls import make_parser
 from kvloom.server.chat.tool_grammars import tool_grammar
+from kvloom.server.chat.tool_prompt import call_text
 from kvloom.server.chat.tools import Tool, ToolChoice
 from tests.support.engine.grammars import accepts
 from tests.support.models.templates import TemplateTokenizer
@@ -100,6 +101,27 @@ def test_the_grammar_accepts_what_the_template_shows(calls: str):
     assert accepts(grammar, written(tokenizer, PLAIN).lstrip())
     assert accepts(grammar, written(tokenizer, PLAIN, {"a": "y"}).lstrip())
     assert not accepts(grammar, written(tokenizer, {"n": 7}).lstrip())
+
+
+@pytest.mark.parametrize("calls", FORMS.values(), ids=FORMS)
+def test_the_grammar_accepts_any_arguments_where_the_schema_names_none(calls: str):
+    tokenizer, form = formed(calls)
+    grammar = tool_grammar(form.calls, [Tool("f", "", {"type": "object"})], ToolChoice("required"), True, "")
+    for arguments in (PLAIN, {}, {"o": {"k": [1]}}, {"n": 7, "b": "x y"}):
+        assert accepts(grammar, written(tokenizer, arguments).lstrip()), arguments
+    none = {"type": "object", "properties": {}, "additionalProperties": False}
+    grammar = tool_grammar(form.calls, [Tool("f", "", none)], ToolChoice("required"), True, "")
+    assert accepts(grammar, written(tokenizer, {}).lstrip())
+    assert not accepts(grammar, written(tokenizer, PLAIN).lstrip())
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_tool_that_is_not_strict_has_any_arguments_beside_a_strict_one(name: str):
+    tools = [Tool("f", "", SCHEMA, is_strict=True), Tool("g", "", SCHEMA)]
+    grammar = tool_grammar(KNOWN[name], tools, ToolChoice("auto"), True, "")
+    for call in ("g", {"a": "y", "n": 7, "o": {"k": [1]}}), ("g", {}), ("f", PLAIN):
+        assert accepts(grammar, call_text(KNOWN[name], [call]))
+    assert not accepts(grammar, call_text(KNOWN[name], [("f", {"n": 7})]))
 
 
 def test_a_template_that_shows_no_call_is_known_by_a_mark_or_guessed():

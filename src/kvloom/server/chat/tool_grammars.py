@@ -127,8 +127,33 @@ def _tagged_rules(form: CallForm, rule: str, tool: Tool, schema: dict[str, Any])
         else:
             lines += open_text(form, name, begin, end, value)
         parts.append(name if key in required else f"{name}?")
+    if _is_free(schema):
+        lines.append(_free_argument(form, f"{rule}_any", tool))
+        parts.append(f"{rule}_any*")
     head, tail = literals(form, form.head, tool.name, form.mid), literals(form, form.tail)
     return [*lines, f"{rule}: {head} {' '.join(parts)} {tail}"]
+
+
+def _is_free(schema: dict[str, Any]) -> bool:
+    """Whether arguments may have any names."""
+    return not schema.get("properties") and schema.get("additionalProperties") is not False
+
+
+def _free_argument(form: CallForm, name: str, tool: Tool) -> str:
+    """Rule `name`: a key of any name, and its value."""
+    begin, end = f"{literal(form, form.key_begin)} {_KEY} {literal(form, form.key_end)}", literal(form, form.value_end)
+    rules = f"{name}: {begin} {name}_text"
+    if form.other_end:
+        before, is_typed, after = form.other_end.partition(TYPE)
+        said = literal(form, before) + (
+            f" /number|boolean|null|object|array/ {literal(form, after)}" if is_typed else ""
+        )
+        rules += f" | {literal(form, form.key_begin)} {_KEY} {said} {json_part({}, tool)} {end}"
+    return "\n".join([rules, *open_text(form, f"{name}_text", "", form.value_end, {})])
+
+
+_WORD = "/[A-Za-z_][A-Za-z0-9_]*/"
+_KEY = r"/[^<>=\"\n]+/"
 
 
 def _python_rules(form: CallForm, rule: str, tool: Tool, schema: dict[str, Any]) -> list[str]:
@@ -148,6 +173,15 @@ def _python_rules(form: CallForm, rule: str, tool: Tool, schema: dict[str, Any])
         more = f"{more}?" if more and not any(other in required for other in _after(schema, key)) else more
         lines.append(f"{name}_on: {name}{more}" + (f" | {rest}" if rest and key not in required else ""))
         rest = f"{name}_on"
+    if _is_free(schema):
+        value = json_part({}, tool)
+        if form.quote:
+            value = f"({value} | {rule}_text)"
+            lines += open_text(form, f"{rule}_text", form.quote, form.quote, {})
+        lines.append(f"{rule}_any: {_WORD} {literal(form, form.assign)} {value}")
+        comma = literal(form, ", " if form.assign == "=" else ",")
+        lines.append(f"{rule}_all: {rule}_any ({comma} {rule}_any)*")
+        rest = f"{rule}_all"
     inner = rest if any(key in required for key in schema.get("properties") or {}) else f"{rest}?" if rest else ""
     return [*lines, f"{rule}: {literals(form, form.head, tool.name, form.mid)} {inner} {literals(form, form.tail)}"]
 

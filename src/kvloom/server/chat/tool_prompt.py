@@ -89,7 +89,8 @@ def _arguments_text(form: CallForm, arguments: Any) -> str:
         return "".join(
             f"{form.key_begin}{key}{_key_end(form, value)}{text}{form.value_end}" for key, text, value in texts
         )
-    return ", ".join(f"{key}{form.assign}{_quoted(form, value)}" for key, _, value in texts)
+    comma = ", " if form.assign == "=" else ","
+    return comma.join(f"{key}{form.assign}{_quoted(form, value)}" for key, _, value in texts)
 
 
 def _key_end(form: CallForm, value: Any) -> str:
