@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.contract.errors import BadRequest
+from kvloom.server.chat.elements import options_of
 from kvloom.server.chat.events import ChatEvent, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.server.chat.form import KEY, KNOWN, CallForm
 from kvloom.server.chat.style import form_of
@@ -17,6 +18,7 @@ from kvloom.server.chat.tool_calls import make_parser
 from kvloom.server.chat.tool_grammars import tool_grammar
 from kvloom.server.chat.tool_prompt import call_text
 from kvloom.server.chat.tools import Tool, ToolChoice
+from kvloom.server.chat.values import types_of
 from tests.support.engine.grammars import accepts
 from tests.support.models.templates import TemplateTokenizer
 
@@ -300,3 +302,11 @@ def test_elements_deeper_than_any_tool_needs_are_a_text():
 def test_a_form_without_an_end_of_the_call_ends_with_its_mark():
     form = replace(PLAIN, is_section=False, head="\n<call>", mid="<args>", tail="")
     assert parsed(form, call_text(form, [("f", {"a": "x"})]) + " done") == ("done", [{"a": "x"}])
+
+
+@pytest.mark.parametrize(("last", "types"), [({"type": "string"}, {"string"}), ({"$ref": "#/$defs/0"}, None)])
+def test_references_may_not_make_endless_work_of_a_short_schema(last: dict[str, Any], types: set[str] | None):
+    many = {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 20} for at in range(7)}
+    root = {"$defs": {**many, "7": last}}
+    assert types_of(many["0"], root) == types
+    assert len(list(options_of(many["0"], root))) <= 500

@@ -16,6 +16,7 @@ from kvloom.server.chat.values import MAX_DEPTH, at_reference, types_of, value_j
 
 _KEY = r"[^\s<>/][^<>\n]*?"
 _MAX_KEY = 256  # characters
+_MAX_OPTIONS = 500  # schemas that are looked at for one: references may make many of a short text
 _MAX_NESTED = 64  # elements within each other; what is deeper stays a text
 _EMPTY = (("array", "[]"), ("object", "{}"), ("null", "null"))  # what an element without a text means, if it is no text
 
@@ -123,11 +124,15 @@ def _element_text(form: CallForm, key: str, value: Any) -> str:
     return f"{form.key_begin}{key}{form.key_end}{value_text(form, value)}{form.value_end.replace(KEY, key)}"
 
 
-def options_of(schema: object, root: Mapping[str, Any], depth: int = MAX_DEPTH) -> Iterator[dict[str, Any]]:
+def options_of(schema: object, root: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The schemas one of which a value follows: where references, `anyOf`, `oneOf`, and an `allOf` of one schema lead
-    to, each with what stands beside these.
+    to, each with what stands beside these. Of a schema with many, the first ones.
     """
-    if not isinstance(schema, dict) or not depth:
+    yield from _options_of(schema, root, MAX_DEPTH, iter(range(_MAX_OPTIONS)))
+
+
+def _options_of(schema: object, root: Mapping[str, Any], depth: int, steps: Iterator[int]) -> Iterator[dict[str, Any]]:
+    if not isinstance(schema, dict) or not depth or next(steps, None) is None:
         return
     reference, every = schema.get("$ref"), schema.get("allOf")
     lists = {"anyOf": schema.get("anyOf"), "oneOf": schema.get("oneOf")}
@@ -141,7 +146,7 @@ def options_of(schema: object, root: Mapping[str, Any], depth: int = MAX_DEPTH) 
         return
     outer = {key: value for key, value in schema.items() if key != name}
     for option in lists[name] or ():
-        yield from options_of(_both(outer, option if isinstance(option, dict) else {}), root, depth - 1)
+        yield from _options_of(_both(outer, option if isinstance(option, dict) else {}), root, depth - 1, steps)
 
 
 def _both(outer: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:

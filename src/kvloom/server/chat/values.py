@@ -89,11 +89,18 @@ def json_type(value: object) -> str:
     return "object"
 
 
-def types_of(schema: object, root: Mapping[str, Any], depth: int = MAX_DEPTH) -> frozenset[str] | None:
+Types = frozenset[str] | None
+
+
+def types_of(schema: object, root: Mapping[str, Any]) -> Types:
     """The JSON types that a schema allows, named as json_type does; None where its outermost keywords do not say.
 
-    `root` holds what references lead to.
+    `root` holds what references lead to; each is followed once, so the work is bounded by the schema's text.
     """
+    return _types_of(schema, root, MAX_DEPTH, {})
+
+
+def _types_of(schema: object, root: Mapping[str, Any], depth: int, found_at: dict[str, Types]) -> Types:
     if not isinstance(schema, dict) or not depth:
         return None
     given = schema.get("type")
@@ -104,13 +111,16 @@ def types_of(schema: object, root: Mapping[str, Any], depth: int = MAX_DEPTH) ->
         return frozenset(map(json_type, schema.get("enum", [schema.get("const")])))
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        return types_of(at_reference(root, reference), root, depth - 1)
+        if reference not in found_at:
+            found_at[reference] = None  # within itself it says nothing
+            found_at[reference] = _types_of(at_reference(root, reference), root, depth - 1, found_at)
+        return found_at[reference]
     every = schema.get("allOf")
     options = next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), None)
     options = every if options is None and isinstance(every, list) and len(every) == 1 else options
     if options is None:
         return None
-    found = [types_of(option, root, depth - 1) for option in options]
+    found = [_types_of(option, root, depth - 1, found_at) for option in options]
     return frozenset().union(*(types for types in found if types)) if all(found) else None
 
 
