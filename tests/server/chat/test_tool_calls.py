@@ -285,3 +285,11 @@ def test_the_configuration_takes_the_name_of_every_form_and_its_other_names(name
     assert all(names[form] == form for form in forms)
     with pytest.raises(BadRequest, match=r'must be one of "auto", .*"harmony".*, got "hermess"'):
         key.check(name, "hermess")
+
+
+def test_other_names_are_those_of_the_same_form():
+    """Names of vLLM 0.32.0 and SGLang 0.5.23; what these read in a form of its own is not taken for another one."""
+    found = [TOOL_PARSERS.get(name) for name in ("mimo", "ling3", "poolside_v1", "qwen3_json", "muse_glimmer")]
+    assert found == ["qwen3_coder", "glm45", "glm45", "hermes", "atem"]
+    assert not {"longcat", "interns1", "internlm"} & TOOL_PARSERS.keys()
+    assert "hunyuan_a13b" not in REASONING_PARSERS, "its answer has marks of its own"

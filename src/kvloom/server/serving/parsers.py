@@ -1,19 +1,19 @@
 """The names of the forms in which models write calls and reasoning, those of vLLM and SGLang among them.
 
-What stands behind the names is in server/chat/form.py. Sources: vLLM's --tool-call-parser and --reasoning-parser,
-SGLang's --tool-call-parser and --reasoning-parser.
+What stands behind the names is in server/chat/form.py. Sources: the registries of vLLM 0.32.0 (tool_parsers, reasoning)
+and of SGLang 0.5.23 (function_call, reasoning_parser). Names of forms that are not known here are refused.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
 _CALLS = {
-    "hermes": ("qwen", "qwen25", "qwen2.5", "longcat", "mimo", "interns1", "trinity", "granite4"),
-    "qwen3_coder": ("qwen3_xml", "qwen3_coder_xml", "step3p5", "nemotron_v3", "nano_v3"),
+    "hermes": ("qwen", "qwen25", "qwen3_json", "trinity", "granite4"),
+    "qwen3_coder": ("qwen3_xml", "mimo", "nanbeige", "step3p5"),
     "llama3": ("llama3_json", "llama4_json"),
     "mistral": (),
     "mistral_list": (),
-    "glm45": ("glm", "glm47"),
+    "glm45": ("glm", "glm47", "ling3", "poolside_v1", "spark25"),
     "kimi_k2": (),
     "kimi_k3": (),
     "deepseek_v3": ("deepseekv3",),
@@ -31,14 +31,14 @@ _CALLS = {
     "apriel": (),
     "harmony": ("openai", "gpt-oss", "gpt_oss"),
     "llm_jp": (),
-    "atem": (),
+    "atem": ("muse", "muse_glimmer"),
     "functionary_v3.2": (),
 }
 _REASONING = {
     "think": (
         "deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3", "qwen3", "qwen3-thinking", "glm45", "kimi_k2",
         "minimax", "minimax_m2", "minimax-append-think", "minimax_m2_append_think", "ernie45", "olmo3", "step3",
-        "step3p5", "holo2", "nemotron_v3", "nano_v3", "interns1", "hunyuan_a13b",
+        "step3p5", "holo2", "nemotron_v3", "nemotron_3", "interns1", "mimo", "glm47", "ling3", "poolside_v1",
     ),
     "mistral": (),
     "seed_oss": (),
@@ -48,7 +48,7 @@ _REASONING = {
     "cohere": ("command_r", "cohere_command3"),
     "gemma4": (),
     "harmony": ("openai_gptoss", "gpt-oss", "gpt_oss"),
-    "atem": (),
+    "atem": ("muse", "muse_glimmer"),
     "none": ("identity",),
 }  # fmt: skip
 
