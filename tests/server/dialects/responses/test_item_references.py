@@ -1,56 +1,9 @@
 """Items of an input that are only named by the id that the store gave them."""
 
-import json
-from collections.abc import Iterator
-from typing import Any
-
-import httpx
 import pytest
 
-from kvloom.contract.sampling import SamplingParams
-from kvloom.rank.fake import ByteTokenizer, fake_answer
-from kvloom.server.keeping.store import ResponseStore
-from tests.support.servers import MODEL, FakeServer, fake_server
-
-PATH = "/v1/responses"
-GREEDY = {"model": MODEL, "temperature": 0, "ignore_eos": True, "max_output_tokens": 8}
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResponseStore]:
-    store = ResponseStore(tmp_path_factory.mktemp("store") / "responses.db")
-    yield store
-    store.close()
-
-
-@pytest.fixture(scope="module")
-def keeping(store: ResponseStore) -> Iterator[FakeServer]:
-    with fake_server(store=store) as server:
-        yield server
-
-
-def truth(*messages: tuple[str, str], count: int = 8) -> str:
-    tokenizer = ByteTokenizer()
-    prompt = tokenizer.apply_chat_template([{"role": role, "content": text} for role, text in messages])
-    return tokenizer.decode(fake_answer(tokenizer.encode(prompt), SamplingParams(temperature=0), 0, count))
-
-
-def respond(server: FakeServer, input: Any, **fields: Any) -> Any:
-    response = server.post(PATH, {**GREEDY, "input": input, **fields})
-    assert response.status_code == 200, response.text
-    if not fields.get("stream"):
-        return response.json()
-    return json.loads(response.text.split("\n\n")[-2].split("\ndata: ")[1])["response"]
-
-
-def text_of(response: Any) -> str:
-    return response["output"][0]["content"][0]["text"]
-
-
-def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    error: dict[str, Any] = response.json()["error"]
-    return error
+from tests.support.servers import FakeServer
+from tests.support.wire.responses import GREEDY, PATH, refusal, respond, text_of, truth
 
 
 @pytest.mark.parametrize("stream", [False, True])

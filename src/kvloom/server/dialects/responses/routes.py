@@ -12,6 +12,7 @@ from kvloom.server.chat.fit import prepare_fitting
 from kvloom.server.chat.request import prepare
 from kvloom.server.dialects.ids import new_id
 from kvloom.server.dialects.responses.bodies import ResponsesBody
+from kvloom.server.dialects.responses.input import InputItem
 from kvloom.server.dialects.responses.items import HOW, NotKept, in_place, kept_items, list_reply, page_of, read_item
 from kvloom.server.dialects.responses.keeping import Keeping, Origin, Run, ToKeep, found_of, kept_of, origin_of
 from kvloom.server.dialects.responses.shapes import ResponseWriter, response_object
@@ -75,13 +76,10 @@ class Responses:
 
     def parse(self, request: HttpRequest) -> _Parsed | Fetch:
         """Raises BadRequest, NotFound."""
-        body = decode_body(_decoder, request.body)
-        origin = origin_of(body)
-        if origin is not None and request.more is None:
-            return Fetch(origin)
-        found = found_of(origin, request.more or ())
-        past = [read_item(item) for item in found.past]
-        body.put_referred([read_item(item) for item in found.referred])
+        read = _read(request)
+        if isinstance(read, Fetch):
+            return read
+        body, past, referred = read
         service = self._models.choose(body.model)
         body.check()
         params = advised(body.params(self._models.options.default_max_tokens), body, service)
@@ -95,7 +93,7 @@ class Responses:
             id, (chat.prompt_ids,), chat.params, priority=priority, tenant=request.tenant, sight=chat.sight
         )
         service.check(generation, "input")
-        what = self._to_keep(body, request.body, found.referred)
+        what = self._to_keep(body, request.body, referred)
         is_kept = what is not None and what.is_kept
         response = response_object(id, int(request.time_s), service.name, body, is_kept)
         writer = ResponseWriter(response, service, len(chat.prompt_ids), chat.output(), body.offered(past))
@@ -103,13 +101,11 @@ class Responses:
 
     def count(self, request: HttpRequest) -> Reply | Fetch:
         """Raises BadRequest, NotFound."""
-        body = decode_body(_decoder, request.body)
-        origin = origin_of(body)
-        if origin is not None and request.more is None:
-            return Fetch(origin)
-        found = found_of(origin, request.more or ())
-        body.put_referred([read_item(item) for item in found.referred])
-        chat = body.chat([read_item(item) for item in found.past])
+        read = _read(request)
+        if isinstance(read, Fetch):
+            return read
+        body, past, _ = read
+        chat = body.chat(past)
         service = self._models.choose(body.model)
         ids = prepare(service, replace(chat, is_counted=True), SamplingParams()).prompt_ids
         return Reply(msgspec.json.encode({"object": "response.input_tokens", "input_tokens": len(ids)}))
@@ -187,6 +183,20 @@ class Responses:
         if found is None:
             raise _not_kept(request)
         return found
+
+
+def _read(request: HttpRequest) -> tuple[ResponsesBody, list[InputItem], Sequence[bytes]] | Fetch:
+    """The body, the items before it, and those that it names by their ids; or what is first fetched from the store.
+    Raises BadRequest, NotFound.
+    """
+    body = decode_body(_decoder, request.body)
+    origin = origin_of(body)
+    if origin is not None and request.more is None:
+        return Fetch(origin)
+    found = found_of(origin, request.more or ())
+    past = [read_item(item) for item in found.past]
+    body.put_referred([read_item(item) for item in found.referred])
+    return body, past, found.referred
 
 
 async def _refuse_compact(request: HttpRequest) -> Reply:
