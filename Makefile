@@ -57,6 +57,10 @@ compat: setup
 	$(BIN)/python -c 'import site; print(*site.getsitepackages())' > `echo .venv-decisions/lib/python*/site-packages`/project.pth
 	PYTHONPATH=src:. .venv-decisions/bin/python -m pytest -W ignore::ResourceWarning \
 	  -W ignore::pytest.PytestUnraisableExceptionWarning tests/compat/test_decisions.py
+	$(PY) -m venv .venv-embeddings
+	$(BIN)/python -c 'import site; print(*site.getsitepackages())' > `echo .venv-embeddings/lib/python*/site-packages`/project.pth
+	.venv-embeddings/bin/pip install -q --disable-pip-version-check --no-deps -r tests/compat/requirements-embeddings.txt
+	PYTHONPATH=src:. .venv-embeddings/bin/python -m pytest tests/compat/test_sentence_transformers.py
 
 # vLLM's CPU build (its CUDA build needs a GPU) beside what kvloom needs, in an environment of its own; over it run the
 # tests of dialects, of their clients and of the wire's shapes that otherwise run over the mock, and its own

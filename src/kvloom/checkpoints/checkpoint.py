@@ -7,7 +7,7 @@ from kvloom.checkpoints import gguf as gguf_file
 from kvloom.checkpoints import safetensors as folder_file
 from kvloom.checkpoints.embedding.classes import decoder_classes, encoder_classes
 from kvloom.checkpoints.embedding.dense import dense_of_gguf
-from kvloom.checkpoints.embedding.pooling import LAST, Embedding, folder_embedding, gguf_pooling, scoring
+from kvloom.checkpoints.embedding.pooling import LAST, Embedding, folder_embedding, gguf_pooling, longest_text, scoring
 from kvloom.checkpoints.families import CLASSIFIER, family_of, has_head
 from kvloom.checkpoints.families.adapted import adapted, file_shapes, folder_layout, gguf_layout
 from kvloom.checkpoints.families.spec import DecoderSpec
@@ -59,6 +59,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     family = family_of(name, str(folder / "config.json"))
     spec = family.spec(config)
     spec = spec if has_head(name) else spec.without_head()
+    if not spec.has_logits:
+        spec = replace(spec, max_seq_len=longest_text(folder, spec.max_seq_len))
     layout = folder_layout(family, scheme, folder_file.tensor_names(folder))
     source = folder_file.SafetensorsSource(folder, file_shapes(layout, spec), family.names, scheme)
     if spec.tie_embeddings and source.has_own_head():  # as transformers does since 5.23

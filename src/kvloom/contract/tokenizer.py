@@ -34,6 +34,9 @@ class Tokenizer(Protocol):
         returned.
         """
 
+    def encode_within(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
+        """At most `max_tokens` ids: those of the text's beginning, and all that are put around a text."""
+
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """Token ids of two texts together, and the index where the second one begins."""
 

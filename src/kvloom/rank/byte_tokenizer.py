@@ -22,6 +22,9 @@ class ByteTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return list(text.encode("utf-8", errors="replace"))
 
+    def encode_within(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
+        return self.encode(text)[:max_tokens]
+
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         ids = self.encode(first)
         return ids + self.encode(second), len(ids)

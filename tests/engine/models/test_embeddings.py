@@ -200,6 +200,21 @@ def test_a_model_may_give_the_first_numbers_alone(folder: Path, tmp_path: Path, 
     assert found.of(state).tolist() == state[:length].tolist()
 
 
+@pytest.mark.parametrize(
+    ("kind", "length", "context"),
+    [("Qwen3Model", 100, 100), ("Qwen3Model", None, 256), ("Qwen3Model", 1000, 256), ("Qwen3ForCausalLM", 100, 256)],
+)
+def test_the_folder_says_how_long_a_text_may_be(
+    folder: Path, tmp_path: Path, kind: str, length: int | None, context: int
+):
+    """max_seq_length of sentence-transformers; a model that also writes text has its whole context."""
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": [kind]}
+    path = beside(folder, tmp_path, {"sentence_bert_config.json": json.dumps({"max_seq_length": length})})
+    (path / "config.json").unlink()
+    (path / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(path).spec.max_seq_len == context
+
+
 def beside(folder: Path, tmp_path: Path, files: dict[str, str]) -> Path:
     """The folder with more files."""
     for path in folder.iterdir():

@@ -123,6 +123,21 @@ def test_a_long_text_is_given_up_early():
     assert found == encoder("gpt2").encode(text, False)[: len(found)]
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 200])
+@pytest.mark.parametrize("text", ["", "it", "hello world it's we'll " * 20])
+def test_a_text_is_cut_as_transformers_cuts_it(text: str, most: int):
+    fast = FastTokenizer.from_str(trained("gpt2").to_str())
+    special = [("<s>", fast.token_to_id("<s>")), ("</s>", fast.token_to_id("</s>"))]
+    fast.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=special)
+    ours = Encoder(fast, is_byte_level=True)
+    assert ours.encode_within(text, most, add_special_tokens=False) == fast.encode(text).ids[1:-1][:most]
+    found = ours.encode_within(text, most, add_special_tokens=True)
+    assert len(found) <= most
+    if most >= len(special):  # the library refuses fewer
+        fast.enable_truncation(most)
+        assert found == fast.encode(text).ids
+
+
 @pytest.mark.parametrize("name", [*ALL, "lacking"])
 @given(text=st.one_of(chunks, st.text()))
 def test_no_text_has_fewer_tokens_than_its_length_says(name: str, text: str):

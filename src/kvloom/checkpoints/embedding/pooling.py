@@ -133,6 +133,12 @@ def _check(path: Path, known: Collection[str], plain: Mapping[str, tuple[object,
     return config
 
 
+def longest_text(folder: Path, most: int) -> int:
+    """Tokens of the longest text that sentence-transformers gives a model of context `most`. Raises ModelError."""
+    path = folder / "sentence_bert_config.json"
+    return min(most, count(read_object(path), "max_seq_length", most)) if path.exists() else most
+
+
 def scoring(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A classifier's configuration with what sentence-transformers 6 writes beside it: how scores are made. Raises
     ModelError for what it does with texts that is not done here.

@@ -59,6 +59,15 @@ class Encoder:
         with self._lock:
             return self._encode(_clean(text), add_special_tokens, max_tokens)
 
+    def encode_within(self, text: str, max_tokens: int, add_special_tokens: bool) -> list[int]:
+        """See Tokenizer."""
+        with self._lock:
+            ids = self._encode(_clean(text), add_special_tokens, max_tokens)
+            if len(ids) <= max_tokens:
+                return ids
+            after = self._ends[1][:max_tokens] if add_special_tokens else []
+        return ids[: max_tokens - len(after)] + after
+
     def ends(self) -> tuple[list[int], list[int]]:
         """The tokens that the tokenizer puts before and behind each text."""
         with self._lock:

@@ -67,6 +67,12 @@ class Tokenizer:
         """
         return self._encoder.encode(text, add_special_tokens, max_tokens)
 
+    def encode_within(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
+        """At most `max_tokens` ids: those of the text's beginning, and all that the tokenizer puts around a text, as
+        transformers truncates. Lone surrogates become U+FFFD.
+        """
+        return self._encoder.encode_within(text, max_tokens, add_special_tokens)
+
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """Both texts with the tokens that the tokenizer puts around and between them, and the index where the second
         begins by its token types; 0 = they do not tell. Lone surrogates become U+FFFD.

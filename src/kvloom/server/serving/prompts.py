@@ -95,6 +95,13 @@ def encode_prompts(
     return tuple(found)
 
 
+def begin_of(
+    service: GenerationService, item: str | Sequence[int], most: int, add_special_tokens: bool = True
+) -> Sequence[int]:
+    """The first tokens of a prompt, at most `most`, with all that the tokenizer puts around a text."""
+    return service.tokenizer.encode_within(item, most, add_special_tokens) if isinstance(item, str) else item[:most]
+
+
 def check_fits(service: GenerationService, text: str, field: str, limit: int) -> None:
     """Raises PromptTooLong when the text's length alone shows that it cannot fit."""
     if _MAX_CHARACTER_BYTES * len(text) <= limit:

@@ -76,6 +76,17 @@ def test_fewer_dimensions_are_of_length_1_again(server: FakeServer):
     assert sum(value * value for value in entry["embedding"]) == pytest.approx(1)
 
 
+@pytest.mark.parametrize(("most", "text"), [(3, "hel"), (5, "hello"), (9, "hello"), (-1, "hello")])
+@pytest.mark.parametrize("given", ["hello", list(b"hello")])
+def test_an_input_may_be_cut(server: FakeServer, given: Any, most: int, text: str):
+    [entry] = embed(server, given, truncate_prompt_tokens=most)["data"]
+    assert entry["embedding"] == truth(text)
+
+
+def test_minus_one_cuts_what_is_longer_than_the_model_reads(server: FakeServer):
+    assert embed(server, "a" * 3000, truncate_prompt_tokens=-1)["usage"]["total_tokens"] == 2048
+
+
 def test_the_mean_where_the_model_says_so(monkeypatch: pytest.MonkeyPatch):
     with pooling_server(monkeypatch, "mean") as server:
         for _ in range(2):  # the second time its blocks are in the prefix cache
@@ -107,7 +118,7 @@ def test_a_model_that_pools_in_another_way_is_refused(monkeypatch: pytest.Monkey
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "dimensions": 9}, "dimensions"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
-        ({"input": "a", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+        *(({"input": "a", "truncate_prompt_tokens": most}, "truncate_prompt_tokens") for most in (-2, 0, 2049)),
     ],
 )
 def test_bad_input_is_named(server: FakeServer, fields: dict[str, Any], param: str):

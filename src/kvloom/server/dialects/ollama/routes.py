@@ -23,7 +23,7 @@ from kvloom.server.http.reply import Endpoint, HttpRequest, Reply, job_route
 from kvloom.server.http.sse import NDJSON
 from kvloom.server.observe.timing import Timing
 from kvloom.server.serving.generation import MAX_EMBEDDINGS, Generation
-from kvloom.server.serving.prompts import check_count, embedded_text, encode_prompts
+from kvloom.server.serving.prompts import begin_of, check_count, embedded_text, encode_prompts
 from kvloom.server.serving.registry import Models
 from kvloom.server.serving.service import GenerationService
 
@@ -202,7 +202,7 @@ def _prompts(service: GenerationService, texts: list[str], field: str, is_cut: b
     most = service.engine.max_seq_len
     check_count(len(texts), field, MAX_EMBEDDINGS)
     texts, is_special = [embedded_text(service, text, field) for text in texts], not service.card.message_form
-    items: list[Any] = [service.tokenizer.encode(text, is_special, most)[:most] for text in texts] if is_cut else texts
+    items: list[Any] = [begin_of(service, text, most, is_special) for text in texts] if is_cut else texts
     prompts = encode_prompts(service, items, field, most, is_special)
     service.check(Generation("", prompts, NOTHING, pooling=service.engine.info.pooling), field)
     return prompts

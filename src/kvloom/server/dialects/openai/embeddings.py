@@ -18,7 +18,7 @@ from kvloom.server.http.body import decode_body
 from kvloom.server.http.job import Job, WholeWriter
 from kvloom.server.http.reply import Endpoint, HttpRequest, Reply
 from kvloom.server.serving.generation import MAX_EMBEDDINGS, Answer, Generation
-from kvloom.server.serving.prompts import check_count, embedded_text, encode_prompts
+from kvloom.server.serving.prompts import begin_of, check_count, embedded_text, encode_prompts
 from kvloom.server.serving.registry import Models
 from kvloom.server.serving.service import GenerationService
 
@@ -36,7 +36,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     user: str | None = None
     add_special_tokens: bool | None = None  # of texts; true unless given
     priority: Annotated[int, Meta(ge=0, le=5)] | None = None  # 1 the most urgent; 0 = none
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # of each input; -1 = as many as the model reads
     prompt_name: str | None = None
 
     def prompts(self, service: GenerationService) -> tuple[tuple[int, ...], ...]:
@@ -45,11 +45,22 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
         vocab_size = service.engine.info.vocab_size
         items = [self._prompted(service, item) for item in texts_or_ids(self.input, "input")]
         check_count(len(items), "input", MAX_EMBEDDINGS)
-        prompts = encode_prompts(service, items, "input", service.input_limit(NOTHING), is_special)
+        limit = service.input_limit(NOTHING)
+        if self.truncate_prompt_tokens is not None:
+            most = self._most_tokens(limit)
+            items = [begin_of(service, item, most, is_special) for item in items]
+        prompts = encode_prompts(service, items, "input", limit, is_special)
         for ids in prompts:
             if max(ids, default=0) >= vocab_size:
                 raise BadRequest("input", f"token id {max(ids)} is outside the vocabulary of {vocab_size}")
         return prompts
+
+    def _most_tokens(self, limit: int) -> int:
+        """Of each input. Raises BadRequest."""
+        most = limit if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens or 0
+        if not 0 < most <= limit:
+            raise BadRequest("truncate_prompt_tokens", f"must be -1 or 1 to {limit}, got {most}")
+        return most
 
     def _prompted(self, service: GenerationService, item: str | Sequence[int]) -> str | Sequence[int]:
         """Raises BadRequest when the model has no such prompt, or the input is not text."""
@@ -65,8 +76,6 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
 
     def check(self, service: GenerationService) -> None:
         """Raises BadRequest for options that this server, or this model, does not support."""
-        if self.truncate_prompt_tokens is not None:
-            raise BadRequest("truncate_prompt_tokens", "is not supported")
         check_embeds(service, self.dimensions)
 
 
