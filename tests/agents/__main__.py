@@ -1,5 +1,6 @@
 """Installs the agents below a folder, runs each through the task, and prints the table of docs/agents.md.
 
+Fetches the model whose vocabulary the scripted one has (1.1 GB), if it is not there.
 `python -m tests.agents FOLDER [NAME...]`. Ends with 1 if one does not finish its task.
 """
 
@@ -8,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.agents.agents import AGENTS, Agent
+from kvloom.checkpoints.demo_models import pull
+from tests.agents.agents import AGENTS, VOCABULARY, Agent
 
 _HEAD = "| agent | packages | dialect | turns | calls right | tokens computed, turn by turn | tokens cached |"
 _ALONE = 'ip link set lo up; exec "$@"'  # in a namespace of its own
@@ -43,6 +45,7 @@ def line_of(agent: Agent, folder: Path) -> tuple[str, bool]:
 
 def main(folder: Path, names: list[str]) -> bool:
     """Whether all finished."""
+    pull(VOCABULARY)  # the agents run without a network
     print(_HEAD, "| --- " * 7 + "|", sep="\n", flush=True)
     finished = True
     for agent in AGENTS:

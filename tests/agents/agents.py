@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 MODEL = "scripted"
+VOCABULARY = "qwen2.5-coder-1.5b"  # whose vocabulary and chat template the scripted model has
 TASK = "Read notes.txt, replace cat by dog in it, then count its words with wc and say how many there are."
 END = "The file has 3 words."
 Step = tuple[str, str]  # what the model answers, and what the prompt after it must show

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from kvloom.checkpoints.demo_models import pull
 from kvloom.engine.text.tokenizer import load_tokenizer
-from tests.agents.agents import AGENTS, END, MODEL, PROGRAMS, Agent, Place, Step
+from tests.agents.agents import AGENTS, END, MODEL, PROGRAMS, VOCABULARY, Agent, Place, Step
 from tests.support.scripted import Turn, scripted_server
 
 _LIMIT_S = 180.0
-_VOCABULARY = "qwen2.5-coder-1.5b"  # whose vocabulary and chat template the scripted model has
 _CONTEXT = 131_072  # tokens
 
 
@@ -62,7 +61,7 @@ def run(agent: Agent, folder: Path) -> dict[str, object]:
         made.mkdir(parents=True)
     (work / "notes.txt").write_text("the cat sleeps\n")
     script = Script(agent)
-    tokenizer = load_tokenizer(pull(_VOCABULARY))
+    tokenizer = load_tokenizer(pull(VOCABULARY))
     with scripted_server(tokenizer, script, _CONTEXT, names=(MODEL,), max_body_bytes=1 << 24) as (server, turns):
         bin = folder / ("venv/bin" if agent.is_python else "node_modules/.bin")
         place = Place(bin, home, work, server.url)
