@@ -51,7 +51,7 @@ LAYER_NAMES = {
     "conv": "ssm_conv1d.weight",
     "decay": "ssm_a",
     "decay_bias": "ssm_dt.bias",
-    "delta_norm": "ssm_norm.weight",
+    "out_norm": "ssm_norm.weight",
     "out": "ssm_out.weight",
     "router": "ffn_gate_inp.weight",
     "router_bias": "ffn_gate_inp.bias",

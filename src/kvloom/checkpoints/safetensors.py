@@ -51,7 +51,7 @@ LAYER_NAMES = {
     "conv": "linear_attn.conv1d.weight",
     "decay": "linear_attn.A_log",
     "decay_bias": "linear_attn.dt_bias",
-    "delta_norm": "linear_attn.norm.weight",
+    "out_norm": "linear_attn.norm.weight",
     "out": "linear_attn.out_proj.weight",
     "router": "mlp.gate.weight",
     "router_bias": "mlp.router.bias",

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import torch
 
-from kvloom.checkpoints.families.mixers import Attention, DeltaRule, Recurrent, Rope, ShortConv
+from kvloom.checkpoints.families.mixers import Attention, DeltaRule, Mamba2, Recurrent, Rope, ShortConv
 from kvloom.checkpoints.families.spec import DecoderSpec, Experts, Layer
 from kvloom.checkpoints.gguf_types import GGUF_TYPES
 from kvloom.checkpoints.quantized.packed import PackedMatrix, Part
@@ -166,6 +166,19 @@ SPECS |= {
         hidden=288,  # more channels than a thread takes at once
         qk_norm="head",
         layers=(Plan(rope_of(32)), Plan(None, recurrent=ShortConv(288, 3)), Plan(None, recurrent=ShortConv(48, 5))),
+    ),
+}
+
+
+SPECS |= {
+    "mamba2": tiny_spec(
+        "granitehybrid",
+        layers=(
+            Plan(None, recurrent=Mamba2(4, 32, 48, 2, 4)),  # 320 channels, more than a thread takes at once
+            Plan(rope_of(32)),
+            Plan(None, recurrent=Mamba2(3, 16, 16, 1, 3, has_conv_bias=False, least_step=0.3, most_step=1.5)),
+            Plan(None, recurrent=Mamba2(2, 48, 32, 1, 2, has_norm=False)),
+        ),
     ),
 }
 

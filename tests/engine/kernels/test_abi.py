@@ -13,6 +13,8 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "kvl_mixture": cpu_abi.Mixture,
     "kvl_delta_rule": cpu_abi.DeltaRuleShape,
     "kvl_short_conv": cpu_abi.ShortConvShape,
+    "kvl_convolution": cpu_abi.Convolution,
+    "kvl_mamba2": cpu_abi.Mamba2Shape,
     "kvl_batch": cpu_abi.Batch,
     "kvl_numbers": cpu_abi.FileNumbers,
     "kvl_draw_rules": cpu_abi.DrawRules,

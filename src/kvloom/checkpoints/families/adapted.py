@@ -25,7 +25,7 @@ Shapes = dict[str, tuple[int, ...]]
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # rows in this order
 _WHOLES = _FUSED | PICKED
 _DECAY = ".decay"
-_PLAIN_NORM = "delta_norm"  # has no offset in any file
+_PLAIN_NORM = "out_norm"  # has no offset in any file
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 Attention keeps keys and values of every token, in blocks. The others keep a state of one size, whatever the length.
 """
 
+import math
 from dataclasses import dataclass
 
 Shapes = dict[str, tuple[int, ...]]
@@ -67,7 +68,7 @@ class DeltaRule:
 
       S = exp(decay softplus(a + decay_bias)) S;   S += k (sigmoid(b) (v - S^T k))^T;   o = S^T q
 
-    `out` reads RMSNorm(o) times `delta_norm` times silu of the head's channels of `gate_in`. Each key head serves
+    `out` reads RMSNorm(o) times `out_norm` times silu of the head's channels of `gate_in`. Each key head serves
     num_v_heads / num_k_heads value heads: consecutive ones, or, `is_tiled`, every num_k_heads-th.
     """
 
@@ -84,14 +85,14 @@ class DeltaRule:
         return self.num_k_heads * self.k_dim
 
     @property
-    def v_size(self) -> int:
+    def size(self) -> int:
         """Channels of all values of a token."""
         return self.num_v_heads * self.v_dim
 
     @property
     def conv_size(self) -> int:
         """Channels that the convolution reads."""
-        return 2 * self.k_size + self.v_size
+        return 2 * self.k_size + self.size
 
     @property
     def state_floats(self) -> int:
@@ -102,10 +103,10 @@ class DeltaRule:
         """Its matrices, [out, in]."""
         return {
             "conv_in": (self.conv_size, hidden),
-            "gate_in": (self.v_size, hidden),
+            "gate_in": (self.size, hidden),
             "beta_in": (self.num_v_heads, hidden),
             "decay_in": (self.num_v_heads, hidden),
-            "out": (hidden, self.v_size),
+            "out": (hidden, self.size),
         }
 
     def vectors(self) -> Shapes:
@@ -114,7 +115,65 @@ class DeltaRule:
             "conv": (self.conv_size, self.conv_width),
             "decay": (self.num_v_heads,),
             "decay_bias": (self.num_v_heads,),
-            "delta_norm": (self.v_dim,),
+            "out_norm": (self.v_dim,),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """State space with one decay a head (Dao and Gu 2024) behind a causal convolution, one state [head_dim, state_dim]
+    for each head.
+
+    u, the channels of `conv_in` in the order x, B, C, become silu(conv_bias + sum_j conv[j] u[t - conv_width + 1 + j]).
+    For each head, whose channel is d in `decay_in`, and whose group of consecutive heads shares B and C:
+
+      step = clip(softplus(d + decay_bias), least_step, most_step)
+      S = exp(decay step) S + step x B^T;   y = S C + skip x
+
+    `out` reads y times silu of the head's channels of `gate_in`; with has_norm, RMSNorm of it within each group.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int
+    conv_width: int  # tokens
+    has_conv_bias: bool = True
+    has_norm: bool = True
+    least_step: float = 0.0
+    most_step: float = math.inf
+
+    @property
+    def size(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels that the convolution reads."""
+        return self.size + 2 * self.num_groups * self.state_dim
+
+    @property
+    def state_floats(self) -> int:
+        """Numbers that are kept of a sequence: inputs of the convolution, then the states of the heads."""
+        return (self.conv_width - 1) * self.conv_size + self.size * self.state_dim
+
+    def linears(self, hidden: int) -> Shapes:
+        """Its matrices, [out, in]."""
+        return {
+            "gate_in": (self.size, hidden),
+            "conv_in": (self.conv_size, hidden),
+            "decay_in": (self.num_heads, hidden),
+            "out": (hidden, self.size),
+        }
+
+    def vectors(self) -> Shapes:
+        """Its other tensors. decay is negative."""
+        return {
+            "conv": (self.conv_size, self.conv_width),
+            **({"conv_bias": (self.conv_size,)} if self.has_conv_bias else {}),
+            **dict.fromkeys(("decay", "decay_bias", "skip"), (self.num_heads,)),
+            **({"out_norm": (self.size,)} if self.has_norm else {}),
         }
 
 
@@ -141,5 +200,5 @@ class ShortConv:
         return {"conv": (self.size, self.conv_width)}
 
 
-Recurrent = DeltaRule | ShortConv  # mixers with a state
+Recurrent = DeltaRule | Mamba2 | ShortConv  # mixers with a state
 Mixer = Attention | Recurrent

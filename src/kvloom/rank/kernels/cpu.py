@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.checkpoints.families.mixers import Rope, ShortConv
+from kvloom.checkpoints.families.mixers import DeltaRule, Mamba2, Recurrent, Rope, ShortConv
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.footprint import kv_head_bytes
 from kvloom.checkpoints.lora import FIELD, AdapterFile
@@ -300,17 +300,26 @@ def _check(spec: DecoderSpec, kv_dtype: str) -> None:
     if kv_dtype not in KV_FORMATS:
         raise ModelError(f"KV cache type {kv_dtype}: the CPU backend has {', '.join(KV_FORMATS)}")
     for _, mixer in spec.recurrent:
-        if isinstance(mixer, ShortConv):
-            if mixer.size % 16:
-                raise ModelError(f"a convolution of {mixer.size} channels: the CPU backend has multiples of 16")
-        elif mixer.k_dim % 16 or mixer.v_dim % 16:
-            sizes = f"{mixer.k_dim} and {mixer.v_dim}"
-            raise ModelError(f"heads of a delta rule of sizes {sizes}: the CPU backend has multiples of 16")
+        what, *sizes = _sizes(mixer)
+        if any(size % 16 for size in sizes):
+            told = " and ".join(map(str, sizes))
+            raise ModelError(f"{what} {told}: the CPU backend has multiples of 16")
     if spec.head_dim % 32 or spec.head_dim > 256:
         raise ModelError(f"head size {spec.head_dim}: the CPU backend has multiples of 32 up to 256")
     for rope in spec.ropes:
         if rope.dim % 32:
             raise ModelError(f"rotary embedding of {rope.dim} dimensions: the CPU backend has multiples of 32")
+
+
+def _sizes(mixer: Recurrent) -> tuple[str, *tuple[int, ...]]:
+    """What of a mixer is computed in whole vectors, and its sizes."""
+    match mixer:
+        case ShortConv():
+            return "channels of a convolution:", mixer.size
+        case DeltaRule():
+            return "heads of a delta rule of sizes", mixer.k_dim, mixer.v_dim
+        case Mamba2():
+            return "heads of Mamba-2 of sizes", mixer.head_dim, mixer.state_dim
 
 
 def _lazy_zeros(shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:

@@ -9,9 +9,9 @@ from typing import Any
 INT8, INT4, BF16, INT8_32, INT8_MIN, INT5, INT6, IQ4, FP4, INT8_CHANNEL = range(10)
 INT2, INT3, TABLE3_IQ1, TABLE3_IQ2, TABLE4_IQ3_S, TABLE4_IQ3_XXS, FP4_16 = range(10, 17)
 NORM_QUANT, QUANT, LINEAR, ROPE_KV, ATTENTION, ROWS_NORM_QUANT, ADD_NORMED, ROUTE, EXPERTS_UP, EXPERTS_DOWN = range(10)
-STATES, ADD_POSITIONS, LAYER_NORM, DELTA_RULE, SHORT_CONV = range(10, 15)
+STATES, ADD_POSITIONS, LAYER_NORM, DELTA_RULE, SHORT_CONV, CONVOLUTION, MAMBA2 = range(10, 17)
 TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS, TO_BRANCH, CLAMPED, GATED_RESIDUAL, GELU = range(9)
-FROM_ATTENTION, FROM_MLP, FROM_GATE_UP, FROM_RESIDUAL, FROM_MIXER = range(5)
+FROM_ATTENTION, FROM_MLP, FROM_GATE_UP, FROM_RESIDUAL, FROM_MIXER, FROM_NORMED_MIXER = range(6)
 NORM_HEADS, NORM_ROWS, NORM_ROTATED = range(3)
 KV_BF16, KV_INT8 = range(2)
 NO_UNIT, TILES, PAIRS = range(3)
@@ -72,6 +72,23 @@ class ShortConvShape(ctypes.Structure):
     _fields_ = (*((name, _I32) for name in ("channels", "conv_width", "conv")), ("state_at", _I64))
 
 
+class Convolution(ctypes.Structure):
+    """kvl_convolution."""
+
+    _fields_ = (*((name, _I32) for name in ("first", "channels", "width", "conv", "bias")), ("state_at", _I64))
+
+
+class Mamba2Shape(ctypes.Structure):
+    """kvl_mamba2."""
+
+    _fields_ = (
+        *((name, _I32) for name in ("num_heads", "head_dim", "state_dim", "num_groups")),
+        *((name, _I32) for name in ("x_at", "gate_at", "decay_at", "decay", "decay_bias", "skip", "norm")),
+        *((name, ctypes.c_float) for name in ("least_step", "most_step")),
+        ("state_at", _I64),
+    )
+
+
 class Batch(ctypes.Structure):
     """kvl_batch."""
 
@@ -125,6 +142,8 @@ SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {  # function -> (result, argu
     "kvl_add_mixture": (_I32, [_POINTER, ctypes.POINTER(Mixture)]),
     "kvl_add_delta_rule": (_I32, [_POINTER, ctypes.POINTER(DeltaRuleShape)]),
     "kvl_add_short_conv": (_I32, [_POINTER, ctypes.POINTER(ShortConvShape)]),
+    "kvl_add_convolution": (_I32, [_POINTER, ctypes.POINTER(Convolution)]),
+    "kvl_add_mamba2": (_I32, [_POINTER, ctypes.POINTER(Mamba2Shape)]),
     "kvl_allocate": (_I64, [_POINTER]),
     "kvl_arena_bytes": (_I64, [_POINTER, _I32]),
     "kvl_arena": (_POINTER, [_POINTER, _I32]),

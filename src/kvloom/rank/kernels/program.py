@@ -9,7 +9,7 @@ from kvloom.checkpoints.footprint import STORED, UNQUANTISED_FORM
 from kvloom.checkpoints.source import WeightSource
 from kvloom.rank.kernels import cpu_abi
 from kvloom.rank.kernels.backend import Floats
-from kvloom.rank.kernels.cpu_abi import DeltaRuleShape, Instruction, Mixture, ShortConvShape
+from kvloom.rank.kernels.cpu_abi import Convolution, DeltaRuleShape, Instruction, Mamba2Shape, Mixture, ShortConvShape
 
 WEIGHT_FORMATS = {"w8a8": cpu_abi.INT8, "w4a8": cpu_abi.INT4, "bf16": cpu_abi.BF16, STORED: cpu_abi.NONE}
 FORMS = {
@@ -115,6 +115,12 @@ class Program:
 
     def short_conv(self, shape: ShortConvShape) -> int:
         return int(self._lib.kvl_add_short_conv(self._model, ctypes.byref(shape)))
+
+    def convolution(self, shape: Convolution) -> int:
+        return int(self._lib.kvl_add_convolution(self._model, ctypes.byref(shape)))
+
+    def mamba2(self, shape: Mamba2Shape) -> int:
+        return int(self._lib.kvl_add_mamba2(self._model, ctypes.byref(shape)))
 
     def emit(self, kind: int, **fields: int) -> None:
         """Append an instruction. Fields that are not given: no linear, no vector, else 0."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvloom.checkpoints.families.mixers import DeltaRule, Recurrent, ShortConv
+from kvloom.checkpoints.families.mixers import DeltaRule, Mamba2, Recurrent, ShortConv
 
 _NORM_EPS = 1e-6  # below the root of the squares of q and k
 
@@ -26,7 +26,13 @@ class MixerInput:
 
 def mix(mixer: Recurrent, given: MixerInput) -> Tensor:
     """The input of the mixer's `out`, float32 [T, in]."""
-    return _delta_rule(mixer, given) if isinstance(mixer, DeltaRule) else _short_conv(mixer, given)
+    match mixer:
+        case DeltaRule():
+            return _delta_rule(mixer, given)
+        case Mamba2():
+            return _mamba2(mixer, given)
+        case ShortConv():
+            return _short_conv(mixer, given)
 
 
 def _short_conv(mixer: ShortConv, given: MixerInput) -> Tensor:
@@ -52,8 +58,33 @@ def _delta_rule(mixer: DeltaRule, given: MixerInput) -> Tensor:
         delta = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
         state += k[t, :, :, None] * delta[:, None, :]
         out[t] = torch.einsum("hkv,hk->hv", state, q[t])
-    out *= torch.rsqrt(out.square().mean(-1, keepdim=True) + given.norm_eps) * given.weight("delta_norm").float()
+    out *= torch.rsqrt(out.square().mean(-1, keepdim=True) + given.norm_eps) * given.weight("out_norm").float()
     return out.flatten(1) * F.silu(given.linear("gate_in").float())
+
+
+def _mamba2(mixer: Mamba2, given: MixerInput) -> Tensor:
+    shared, kept = mixer.num_groups * mixer.state_dim, (mixer.conv_width - 1) * mixer.conv_size
+    x = _convolved(given.linear("conv_in").float(), given.weight("conv").float(), given.memory[:kept])
+    x = F.silu(x + given.weight("conv_bias").float()) if mixer.has_conv_bias else F.silu(x)
+    x, b, c = x[:, : mixer.size], x[:, mixer.size : -shared], x[:, -shared:]
+    x = x.view(len(x), mixer.num_heads, mixer.head_dim)
+    times = mixer.num_heads // mixer.num_groups
+    b, c = (part.view(len(x), -1, mixer.state_dim).repeat_interleave(times, 1) for part in (b, c))
+    step = F.softplus(given.linear("decay_in").float() + given.weight("decay_bias").float())
+    step = step.clamp(mixer.least_step, mixer.most_step)
+    decay = (given.weight("decay").float() * step).exp()
+    state = given.memory[kept:].view(mixer.num_heads, mixer.head_dim, mixer.state_dim)
+    out = given.weight("skip").float()[:, None] * x
+    for t in range(len(x)):
+        state *= decay[t, :, None, None]
+        state += (step[t, :, None] * x[t])[:, :, None] * b[t, :, None, :]
+        out[t] += torch.einsum("hpn,hn->hp", state, c[t])
+    out = out.flatten(1) * F.silu(given.linear("gate_in").float())
+    if not mixer.has_norm:
+        return out
+    groups = out.view(len(out), mixer.num_groups, -1)
+    groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + given.norm_eps)
+    return groups.flatten(1) * given.weight("out_norm").float()
 
 
 def _convolved(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:

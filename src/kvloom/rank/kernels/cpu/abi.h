@@ -98,7 +98,9 @@ enum {
     KVL_LAYER_NORM = 12,     /* LayerNorm of the residual stream in place: weights `vector`, biases `vector2` */
     KVL_DELTA_RULE = 13,     /* delta rule `layer` of the rows that a linear wrote with KVL_TO_QKV, and of each sequence's
                                 state, which it brings up to date */
-    KVL_SHORT_CONV = 14      /* the same for short convolution `layer` */
+    KVL_SHORT_CONV = 14,     /* the same for short convolution `layer` */
+    KVL_CONVOLUTION = 15,    /* convolution `layer` of such rows, in place */
+    KVL_MAMBA2 = 16          /* Mamba-2 `layer` of the rows that a convolution has changed, and of the states */
 };
 /* Epilogues of a linear. KVL_GELU: x Phi(x) of each channel, stored where KVL_FROM_MLP reads. KVL_GATED_RESIDUAL: as
    KVL_RESIDUAL, times the weight that KVL_ROUTE gave to the shared expert. */
@@ -113,8 +115,16 @@ enum {
     KVL_GATED_RESIDUAL = 7,
     KVL_GELU = 8
 };
-/* `source` of QUANT. KVL_FROM_MIXER: the output of a mixer with a state. */
-enum { KVL_FROM_ATTENTION = 0, KVL_FROM_MLP = 1, KVL_FROM_GATE_UP = 2, KVL_FROM_RESIDUAL = 3, KVL_FROM_MIXER = 4 };
+/* `source` of QUANT. KVL_FROM_MIXER: the output of a mixer with a state. KVL_FROM_NORMED_MIXER: that of Mamba-2 `layer`,
+ * after the RMSNorm of its groups. */
+enum {
+    KVL_FROM_ATTENTION = 0,
+    KVL_FROM_MLP = 1,
+    KVL_FROM_GATE_UP = 2,
+    KVL_FROM_RESIDUAL = 3,
+    KVL_FROM_MIXER = 4,
+    KVL_FROM_NORMED_MIXER = 5
+};
 /* `source` of ROPE_KV: norm of each head, of the whole row, or of each head after the rotation. */
 enum { KVL_NORM_HEADS = 0, KVL_NORM_ROWS = 1, KVL_NORM_ROTATED = 2 };
 
@@ -206,6 +216,26 @@ typedef struct {
     int64_t state_at;
 } kvl_short_conv;
 int32_t kvl_add_short_conv(kvl_model *model, const kvl_short_conv *mixer); /* returns its index */
+/* A causal convolution of each channel, then SiLU: of `channels`, a multiple of 16, from channel `first` of the linear
+ * before it on. conv: vector [width][channels], width at most 8; bias: [channels], -1 = none. It keeps (width - 1) *
+ * channels floats from `state_at` on. */
+typedef struct {
+    int32_t first, channels, width, conv, bias;
+    int64_t state_at;
+} kvl_convolution;
+int32_t kvl_add_convolution(kvl_model *model, const kvl_convolution *convolution); /* returns its index */
+/* A Mamba-2 mixer behind its convolution. From these channels of the linear on: x_at num_heads heads of head_dim, then B
+ * and C, num_groups of state_dim each; gate_at as many as x; decay_at one for each head. Head h has group h / (num_heads /
+ * num_groups). decay (negative), decay_bias, skip: vectors [num_heads]; norm: [num_heads * head_dim], -1 = none. head_dim
+ * and state_dim are multiples of 16. It keeps num_heads * head_dim * state_dim floats from `state_at` on. */
+typedef struct {
+    int32_t num_heads, head_dim, state_dim, num_groups;
+    int32_t x_at, gate_at, decay_at;
+    int32_t decay, decay_bias, skip, norm;
+    float least_step, most_step;
+    int64_t state_at;
+} kvl_mamba2;
+int32_t kvl_add_mamba2(kvl_model *model, const kvl_mamba2 *mixer); /* returns its index */
 int64_t kvl_allocate(kvl_model *model); /* returns the bytes of packed weights */
 
 /* Each thread has an arena of packed weights, a multiple of 64 bytes long. Another model with the same linears and

@@ -14,7 +14,6 @@ namespace {
 
 constexpr float kUnitEps = 1e-6f;  // below the root of the squares of queries and keys
 constexpr int kStripsOnce = 4;     // strips that share each broadcast of a key and of a query
-constexpr double kLinear = 20;     // from here on softplus(x) counts as x
 
 // A key head: where its channels are, and the floats of a few tokens: [tokens][q, k, v of each value head], then q . k of
 // each token.
@@ -113,9 +112,8 @@ struct Gates {
 
 Gates gates_of(const kvl_model& model, const kvl_delta_rule& mixer, const float* row, int64_t value_head) {
     const double a = row[mixer.decay_at + value_head] + model.vectors[size_t(mixer.decay_bias)][size_t(value_head)];
-    const double step = a > kLinear ? a : std::log1p(std::exp(a));
     const double decay = model.vectors[size_t(mixer.decay)][size_t(value_head)];
-    return {float(std::exp(decay * step)), float(1 / (1 + std::exp(-double(row[mixer.beta_at + value_head]))))};
+    return {float(std::exp(decay * softplus(a))), float(1 / (1 + std::exp(-double(row[mixer.beta_at + value_head]))))};
 }
 
 // One token at N strips of a state [N][k_dim][kLanes]. From S comes the output o = stays (S q) + (q . k) d and the new

@@ -19,25 +19,47 @@ uint8_t* lay_out_mixers(Scratch& s, const kvl_model& model, int64_t tokens, uint
 
 int64_t widest_mixer(const kvl_model& model) {
     int64_t width = 0;
-    for (const kvl_delta_rule& mixer : model.delta_rules) width = std::max(width, mixer_width(mixer));
-    for (const kvl_short_conv& mixer : model.short_convs) width = std::max(width, mixer_width(mixer));
+    const auto count = [&](const auto& mixers) {
+        for (const auto& mixer : mixers) width = std::max(width, mixer_width(mixer));
+    };
+    count(model.delta_rules), count(model.short_convs), count(model.mamba2s);
     return round_up(width, kPad);
 }
 
-// KVL_DELTA_RULE, KVL_SHORT_CONV. Threads take heads of sequences, or a few channels, one by one. Nobody helps with them:
-// each changes a state.
+// KVL_DELTA_RULE, KVL_SHORT_CONV, KVL_CONVOLUTION, KVL_MAMBA2. Threads take heads of sequences, or a few channels, one by
+// one. Nobody helps with them: each changes a state.
 void Step::mix(const kvl_instruction& instruction, int thread) {
+    const size_t index = size_t(instruction.layer);
     if (instruction.kind == KVL_DELTA_RULE) {
-        const kvl_delta_rule& mixer = model_.delta_rules[size_t(instruction.layer)];
+        const kvl_delta_rule& mixer = model_.delta_rules[index];
         return mix_parts(instruction, mixer.num_k_heads, mixer.state_at, thread, [&](const MixerRows& rows, int64_t head) {
             delta_rule(model_, mixer, rows, head);
         });
     }
-    const kvl_short_conv& mixer = model_.short_convs[size_t(instruction.layer)];
-    const int64_t parts = (mixer.channels + kMixerChannels - 1) / kMixerChannels;
-    mix_parts(instruction, parts, mixer.state_at, thread, [&](const MixerRows& rows, int64_t part) {
-        const int64_t end = std::min<int64_t>(mixer.channels, (part + 1) * kMixerChannels);
-        for (int64_t c = part * kMixerChannels; c < end; c += kLanes) short_conv(model_, mixer, rows, c);
+    if (instruction.kind == KVL_MAMBA2) {
+        const kvl_mamba2& mixer = model_.mamba2s[index];
+        return mix_parts(instruction, mixer.num_heads, mixer.state_at, thread, [&](const MixerRows& rows, int64_t head) {
+            mamba2(model_, mixer, rows, head);
+        });
+    }
+    if (instruction.kind == KVL_CONVOLUTION) {
+        const kvl_convolution& own = model_.convolutions[index];
+        return mix_channels(instruction, own.channels, own.state_at, thread, [&](const MixerRows& rows, int64_t c, int64_t end) {
+            convolve(model_, own, rows, c, end);
+        });
+    }
+    const kvl_short_conv& mixer = model_.short_convs[index];
+    mix_channels(instruction, mixer.channels, mixer.state_at, thread, [&](const MixerRows& rows, int64_t c, int64_t end) {
+        for (; c < end; c += kLanes) short_conv(model_, mixer, rows, c);
+    });
+}
+
+// Does a few channels at a time of a mixer with `count` of them: work(rows, first channel, end).
+template <class Work>
+void Step::mix_channels(const kvl_instruction& instruction, int64_t count, int64_t state_at, int thread, const Work& work) {
+    const int64_t parts = (count + kMixerChannels - 1) / kMixerChannels;
+    mix_parts(instruction, parts, state_at, thread, [&](const MixerRows& rows, int64_t part) {
+        work(rows, part * kMixerChannels, std::min<int64_t>(count, (part + 1) * kMixerChannels));
     });
 }
 

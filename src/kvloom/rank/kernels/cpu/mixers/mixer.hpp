@@ -5,11 +5,14 @@
 // alone and in company.
 #pragma once
 
+#include <cmath>
+
 #include "model/model.hpp"
 
 namespace kvl {
 
 constexpr int kMixerChannels = 256;  // that a thread takes at once, where channels are independent
+constexpr int kMostWidth = 8;  // tokens of a convolution
 constexpr int kMixerTokens = 16;  // tokens that a mixer prepares at once: their floats stay in the second-level cache
 
 // The tokens of one sequence of a step at a layer.
@@ -33,10 +36,23 @@ int64_t mixer_room(const kvl_delta_rule& mixer);
 inline int64_t mixer_width(const kvl_delta_rule& mixer) { return int64_t(mixer.num_v_heads) * mixer.v_dim; }
 
 inline int64_t mixer_width(const kvl_short_conv& mixer) { return mixer.channels; }
+inline int64_t mixer_width(const kvl_mamba2& mixer) { return int64_t(mixer.num_heads) * mixer.head_dim; }
 
 // Computes one key head of the gated delta rule with its value heads; heads may be computed at the same time.
 void delta_rule(const kvl_model& model, const kvl_delta_rule& mixer, const MixerRows& rows, int64_t key_head);
 // Computes channels [c, c + kLanes) of a short convolution.
 void short_conv(const kvl_model& model, const kvl_short_conv& mixer, const MixerRows& rows, int64_t c);
+// Replaces channels [c, end) of a convolution's input, at most kMixerChannels, by its output.
+void convolve(const kvl_model& model, const kvl_convolution& convolution, const MixerRows& rows, int64_t c, int64_t end);
+// Computes one head of Mamba-2; heads may be computed at the same time.
+void mamba2(const kvl_model& model, const kvl_mamba2& mixer, const MixerRows& rows, int64_t head);
+// The output x of a Mamba-2 mixer for one token after the RMSNorm of its groups, in room[padded], which it returns.
+const float* norm_groups(const kvl_model& model, const kvl_mamba2& mixer, const float* x, int64_t padded, float* room);
+
+// Whether the states are up to date behind an instruction of this kind, and its output is all that is read of it.
+constexpr bool is_mixing(int kind) { return kind == KVL_DELTA_RULE || kind == KVL_SHORT_CONV || kind == KVL_MAMBA2; }
+
+// log(1 + e^x); from 20 on x itself.
+inline double softplus(double x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
 }  // namespace kvl

@@ -6,8 +6,6 @@
 namespace kvl {
 namespace {
 
-constexpr int kMostWidth = 8;  // tokens of the convolution
-
 // What the convolution reads of channels [c, c + kLanes) at token t of the step; below 0 are those of earlier steps.
 F32 gated_input(const kvl_short_conv& mixer, const MixerRows& rows, int64_t t, int64_t c) {
     if (t < 0) return rows.is_first ? splat(0) : load(rows.memory + (mixer.conv_width - 1 + t) * mixer.channels + c);

@@ -156,6 +156,8 @@ struct kvl_model {
     std::vector<kvl_mixture> mixtures;
     std::vector<kvl_delta_rule> delta_rules;
     std::vector<kvl_short_conv> short_convs;
+    std::vector<kvl_convolution> convolutions;
+    std::vector<kvl_mamba2> mamba2s;
     kvl::Scratch scratch;
     std::vector<std::atomic<int64_t>> next;  // [threads][counters()] work items that threads took
 };

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <exception>
 
+#include "mixers/mixer.hpp"
 #include "model/model.hpp"
 
 namespace kvl {
@@ -307,7 +308,7 @@ int32_t kvl_set_program(kvl_model* model, const kvl_instruction* instructions, i
         model->last_mixer = -1;
         for (int32_t i = 0; i < count; i++) {
             if (instructions[i].kind == KVL_ATTENTION) model->last_mixer = i;
-            if (instructions[i].kind == KVL_DELTA_RULE || instructions[i].kind == KVL_SHORT_CONV) model->last_mixer = i + 1;
+            if (kvl::is_mixing(instructions[i].kind)) model->last_mixer = i + 1;
         }
         model->turns.clear();
         uint8_t turn = 0;

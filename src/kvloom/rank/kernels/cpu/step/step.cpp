@@ -97,6 +97,8 @@ void Step::execute(const kvl_instruction& instruction, int thread) {
         case KVL_ROPE_KV: return place_heads(instruction, thread);
         case KVL_ATTENTION: return attend(instruction, thread);
         case KVL_SHORT_CONV:
+        case KVL_CONVOLUTION:
+        case KVL_MAMBA2:
         case KVL_DELTA_RULE: return mix(instruction, thread);
         case KVL_ADD_NORMED: return add_normed(instruction, thread);
         case KVL_STATES: return keep_states(instruction, thread);
@@ -167,6 +169,8 @@ const float* Step::float_row(const kvl_instruction& instruction, int64_t row, fl
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     if (instruction.kind == KVL_QUANT && instruction.source == KVL_FROM_GATE_UP)
         return activate(instruction.epilogue, shape_, scratch_.qkv.row(row), linear.cols, room);
+    if (instruction.kind == KVL_QUANT && instruction.source == KVL_FROM_NORMED_MIXER)
+        return norm_groups(model_, model_.mamba2s[size_t(instruction.layer)], scratch_.mixed.row(row), linear.padded_cols, room);
     if (instruction.kind == KVL_QUANT) return source_of(instruction).row(row);
     const float* x = scratch_.residual.row(instruction.kind == KVL_ROWS_NORM_QUANT ? batch_.rows[row] : row);
     rms_norm(x, vector(instruction.vector), linear.padded_cols, shape_.hidden, shape_.norm_eps, room);

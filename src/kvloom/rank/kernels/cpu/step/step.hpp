@@ -57,6 +57,8 @@ class Step {
     void mix(const kvl_instruction& instruction, int thread);
     template <class Work>
     void mix_parts(const kvl_instruction& instruction, int64_t count, int64_t state_at, int thread, const Work& work);
+    template <class Work>
+    void mix_channels(const kvl_instruction& instruction, int64_t count, int64_t state_at, int thread, const Work& work);
     void add_normed(const kvl_instruction& instruction, int thread);
     void add_positions(const kvl_instruction& instruction, int thread);
     void norm_layer(const kvl_instruction& instruction, int thread);
