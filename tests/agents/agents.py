@@ -186,6 +186,10 @@ AGENTS = (
         environment=lambda at: {"OPENAI_API_BASE": f"{at.url}/v1", "OPENAI_API_KEY": "none"},
     ),
     own("OpenAI Agents SDK", "openai_agents", ["openai-agents==0.24.0"], "Responses"),
+    replace(
+        own("litellm proxy", "litellm_proxy", ["litellm[proxy]==1.108.0", "openai-agents==0.24.0"], "Responses"),
+        environment=lambda at: {**own_environment(at), "PROXY": str(at.bin / "litellm")},
+    ),
     own("LangGraph", "langgraph", ["langgraph==1.2.24", "langchain==1.5.2", "langchain-openai==1.7.4"]),
     own("pydantic-ai", "pydantic_ai", ["pydantic-ai-slim[openai,anthropic]==2.68.0"], "Messages"),
     replace(

@@ -89,8 +89,8 @@ def test_an_adapter_is_what_its_merged_weights_are(merging, name, kind, case):
     args = ragged(parts_of())
     base = all_logits(backend, *args).clone()
     got = all_logits(backend, *ragged(parts_of(), [3] * len(LENGTHS))).clone()
-    of_8_bits = 0.14 if spec.state_floats else 0.07  # a state sums up what rounding does to each token
-    limit = 1e-4 if kind == "reference" else 0.03 if kind.startswith("bf16") else of_8_bits
+    limit = 1e-4 if kind == "reference" else 0.03 if kind.startswith("bf16") else 0.07
+    limit *= 2 if spec.state_floats else 1  # a state sums up what rounding does to each token
     assert relative_error(got, want) < limit
     assert relative_error(base, want) > 0.16  # an adapter without effect would fail the test
     assert torch.equal(all_logits(backend, *args), base)
