@@ -2,13 +2,14 @@
 
 weights    of the cpu backend: packed matrices and an embedding; of the reference backend: its element type
 process    interpreter and libraries, and a tokenizer by the size of its vocabulary
-a token    a key and a value of every layer with attention and KV head, in the type of the KV cache
+a token    a key and a value of every layer and KV head that have some, in the type of the KV cache
 a state    float32, of every layer that keeps one, for each running sequence
 """
 
 import math
 from collections.abc import Callable
 
+from kvloom.checkpoints.families.mixers import Attention
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.quantized.forms import BY_CHANNEL, FORM_BITS
 from kvloom.contract.config import EngineConfig
@@ -55,10 +56,16 @@ def kv_head_bytes(kept: str, backend: str, head_dim: int) -> int:
     return head_dim * _ITEM_BYTES.get(kept, 4) + (_SCALE_BYTES[backend] if kept == "int8" else 0)
 
 
+def kv_layer_bytes(kept: str, backend: str, mixer: Attention) -> tuple[int, int]:
+    """Bytes of one token's keys, and of its values, in a layer."""
+    key, value = (kv_head_bytes(kept, backend, dim) for dim in (mixer.head_dim, mixer.value_dim))
+    return mixer.num_kv_heads * key, mixer.num_kv_heads * value
+
+
 def kv_token_bytes(config: EngineConfig, backend: str, spec: DecoderSpec) -> int:
     """Bytes of one token's keys and values in all layers and heads. `backend`: "cpu" or "reference"."""
-    head_bytes = kv_head_bytes(kv_dtype(config, backend), backend, spec.head_dim)
-    return 2 * len(spec.attention) * spec.num_kv_heads * head_bytes
+    kept = kv_dtype(config, backend)
+    return sum(sum(kv_layer_bytes(kept, backend, mixer)) for _, mixer in spec.cached)
 
 
 def state_bytes(spec: DecoderSpec) -> int:

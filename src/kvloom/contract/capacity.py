@@ -35,25 +35,17 @@ AUTO_MAX_HOST_BYTES = 5 * GIB  # default, of the host pool for swapped-out seque
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Keys and values of one model on one rank. Raises BadRequest when ranks cannot share the heads."""
+    """Keys and values of one model on one rank."""
 
-    num_layers: int
-    num_kv_heads: int  # of the whole model
-    head_bytes: int  # of one token's key (or value) of one head, scales included
+    token_bytes: int  # of one token's keys and values in all layers of the whole model, scales included
     block_size: int  # tokens a block
-    num_caches: int = 2  # keys and values
-    world_size: int = 1
+    world_size: int = 1  # ranks, which share the heads of every layer evenly
     state_bytes: int = 0  # of one sequence on one rank, whatever its length
-
-    def __post_init__(self) -> None:
-        if self.num_kv_heads % self.world_size:
-            raise BadRequest("world_size", f"must divide the {self.num_kv_heads} KV heads, got {self.world_size}")
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block on one rank."""
-        heads = self.num_kv_heads // self.world_size
-        return self.num_layers * self.block_size * heads * self.head_bytes * self.num_caches
+        return self.block_size * self.token_bytes // self.world_size
 
 
 def total_blocks(num_bytes: int, shape: CacheShape) -> int:

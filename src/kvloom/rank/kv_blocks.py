@@ -19,30 +19,22 @@ class KvBlocks:
         self.num_blocks = backend.num_blocks
         self.block_size = backend.block_size
         self.block_bytes = backend.kv_bytes // backend.num_blocks
-        self.parts = backend.kv_parts
+        self.parts, self._layers = backend.kv_parts, backend.kv_layers
         self._copy = backend.copy
 
     @property
     def layers(self) -> list[list[Any]]:
         """See contract.messages.Runner. As bytes, so that every element type and layout is moved alike."""
-        return [
-            [
-                part[layer, side].reshape((self.num_blocks, self.block_size, part.shape[-1] // self.block_size))
-                for part in self.parts
-                for side in range(2)
-            ]
-            for layer in range(len(self.parts[0]))
-        ]
+        shape = self.num_blocks, self.block_size
+        return [[part.reshape((*shape, part.shape[1] // self.block_size)) for part in layer] for layer in self._layers]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the contents of blocks: (from, to)."""
         for part in self.parts:
             for source, target in pairs:
-                self._copy(part[:, :, target], part[:, :, source])
+                self._copy(part[target], part[source])
 
     def read(self, block: int) -> Iterator[memoryview]:
         """The bytes that a step reads as this block, not found through `layers`. For a cache in host memory."""
         for part in self.parts:
-            for layer in np.asarray(part):
-                for side in layer:
-                    yield side[block].data
+            yield np.asarray(part)[block].data

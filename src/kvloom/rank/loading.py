@@ -212,15 +212,8 @@ def pools_for(config: EngineConfig, backend: str, checkpoint: Checkpoint, max_se
         max_seq_len,
         config.max_batch,
     )
-    head_bytes = footprint.kv_head_bytes(footprint.kv_dtype(config, backend), backend, spec.head_dim)
-    shape = CacheShape(
-        len(spec.attention),
-        spec.num_kv_heads,
-        head_bytes,
-        block_size,
-        world_size=config.world_size,
-        state_bytes=footprint.state_bytes(spec),
-    )
+    token_bytes = footprint.kv_token_bytes(config, backend, spec)
+    shape = CacheShape(token_bytes, block_size, config.world_size, footprint.state_bytes(spec))
     host_bytes = available_bytes(config.world_size, config.promised_bytes)
     is_shared = config.device == "cpu"
     free_bytes = host_bytes if is_shared else _torch_backend(_needs_torch(config)).device_bytes(config.device)

@@ -63,10 +63,11 @@ def normed(weights: MemoryWeights, token: int) -> Tensor:
 
 def value_of(backend: CpuBackend, token: int) -> Tensor:
     """The first layer's value vector of a token, read from the cache."""
-    spec = SPECS["smollm2 heads"]
+    own = SPECS["smollm2 heads"].attention[0][1]
     all_logits(backend, *ragged([([token], 0, [7])]))
-    tiles = torch.from_numpy(backend.kv[0, 1, 7].copy()).view(torch.bfloat16)  # [heads][pairs of keys][dim][2]
-    return tiles.view(spec.num_kv_heads, 8, spec.head_dim, 2)[:, 0, :, 0].flatten()
+    _, values = backend.kv_layers[0]
+    tiles = torch.from_numpy(values[7].copy()).view(torch.bfloat16)  # [heads][pairs of keys][dim][2]
+    return tiles.view(own.num_kv_heads, 8, own.head_dim, 2)[:, 0, :, 0].flatten()
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)

@@ -166,7 +166,7 @@ def test_a_mixed_file_is_told_for_what_it_is():
 
 @EACH_MODEL
 def test_int8_keys_and_values_halve_the_cache_and_stay_near_the_reference(name, isa):
-    head_dim = SPECS[name].head_dim
+    head_dim = SPECS[name].attention[0][1].head_dim
     backend, wide = cpu(name, isa, kv_dtype="int8"), cpu(name, isa)
     assert backend.kv_bytes * 2 * head_dim == wide.kv_bytes * (head_dim + 2)  # an fp16 scale per token and head
     got = whole(name, isa, kv_dtype="int8")

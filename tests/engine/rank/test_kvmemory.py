@@ -33,16 +33,24 @@ def stub(block_size: int, num_blocks: int, is_scaled: bool) -> Backend:
     """A backend's cache with random contents: 3 bytes a token; `is_scaled`: plus a float32."""
     random = np.random.default_rng(block_size)
     sizes = [3 * block_size, 4 * block_size] if is_scaled else [3 * block_size]
-    parts = [random.integers(0, 256, (NUM_LAYERS, 2, num_blocks, size), np.uint8) for size in sizes]
-    backend = SimpleNamespace(name="cpu", block_size=block_size, num_blocks=num_blocks, kv_parts=tuple(parts))
+    layers = [
+        [random.integers(0, 256, (num_blocks, s), np.uint8) for s in sizes for _ in "kv"] for _ in range(NUM_LAYERS)
+    ]
+    parts = tuple(part for layer in layers for part in layer)
+    backend = SimpleNamespace(
+        name="cpu", block_size=block_size, num_blocks=num_blocks, kv_parts=parts, kv_layers=layers
+    )
     backend.kv_bytes, backend.copy = sum(part.nbytes for part in parts), np.copyto
     return backend
 
 
 def together(backend: Backend) -> Backend:
     """The same cache with all layers of a block contiguous, as in the CPU kernels."""
-    parts = [np.ascontiguousarray(part.transpose(2, 0, 1, 3)).transpose(1, 2, 0, 3) for part in backend.kv_parts]
-    backend.kv_parts = tuple(parts)
+    whole, at = np.concatenate(backend.kv_parts, 1), 0
+    for layer in backend.kv_layers:
+        for index, part in enumerate(layer):
+            layer[index], at = whole[:, at : at + part.shape[1]], at + part.shape[1]
+    backend.kv_parts = (whole,)
     return backend
 
 
@@ -68,7 +76,7 @@ def test_a_block_is_the_same_bytes_for_steps_copies_and_transfers(size, is_toget
                 side[block] = block + 1
     for block in range(3):
         assert set(bytes_of(blocks, block)) == {block + 1}
-        own = [part[:, :, block] for part in backend.kv_parts]
+        own = [part[block] for part in backend.kv_parts]
         assert all((part == block + 1).all() for part in own)
     swap = SwapCache(blocks.parts, num_blocks=2)
     swap.save([(2, 0), (0, 1)])

@@ -123,12 +123,13 @@ def test_a_folder_that_says_only_its_sizes_is_what_transformers_makes_of_it(name
     if name not in ("GptOssForCausalLM", "Ministral3ForCausalLM"):  # silent, they have YaRN there; no file is
         for index, mixer in spec.attention:
             assert mixer.rope is None or mixer.rope.inv_freq[1] == pytest.approx(thetas[index] ** (-2 / mixer.rope.dim))
-    assert spec.num_kv_heads == theirs.num_key_value_heads
+    own = spec.attention[0][1]
+    assert own.num_kv_heads == theirs.num_key_value_heads
     assert spec.norm_eps == (theirs.norm_eps if name.startswith("Lfm2") else theirs.rms_norm_eps)
     assert spec.max_seq_len == theirs.max_position_embeddings
     assert spec.tie_embeddings == theirs.tie_word_embeddings
     head_dim = getattr(theirs, "head_dim", None) or 1024 // 32
-    assert spec.head_dim == head_dim
+    assert own.head_dim == head_dim
 
 
 @pytest.mark.parametrize("fields", [{"conv_bias": True}, {"use_expert_bias": False}])

@@ -17,13 +17,16 @@ Order = npt.NDArray[np.int64]
 
 def row_order(spec: DecoderSpec, name: str) -> Order | None:
     """For each row of tensor `name` in halves its row where partners are side by side; None = rows are as they are."""
-    heads = {"q": spec.num_heads, "k": spec.num_kv_heads}.get(name.rsplit(".", 1)[-1].removesuffix("_bias"))
-    if heads is None:
+    layer, _, part = name.removeprefix("layers.").partition(".")
+    mixers = dict(spec.attention)
+    if part.removesuffix("_bias") not in ("q", "k") or int(layer) not in mixers:
         return None
-    rotated = max((rope.dim for rope in spec.ropes), default=spec.head_dim)
-    of_head = np.arange(spec.head_dim)
+    mixer = mixers[int(layer)]
+    heads = mixer.num_heads if part.startswith("q") else mixer.num_kv_heads
+    rotated = max((rope.dim for rope in spec.ropes), default=mixer.head_dim)
+    of_head = np.arange(mixer.head_dim)
     of_head[:rotated] = of_head[:rotated].reshape(-1, 2).T.reshape(-1)
-    return (np.arange(heads)[:, None] * spec.head_dim + of_head).reshape(-1)
+    return (np.arange(heads)[:, None] * mixer.head_dim + of_head).reshape(-1)
 
 
 class HalvedHeads:

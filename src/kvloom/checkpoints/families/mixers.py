@@ -32,14 +32,24 @@ class Rope:
 class Attention:
     """Softmax attention over keys and values, which are kept of every token. Each KV head serves
     num_heads / num_kv_heads query heads.
+
+    With `keys_of` a layer has no keys and values: its queries meet those of the layer of that number, before it, which
+    has as many KV heads of the same sizes.
     """
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     rope: Rope | None = None  # None = queries and keys without positions
     window: int | None = None  # tokens that a query attends to on each visible side, itself included; None = all
     is_gated: bool = False  # each channel of its output is multiplied by the sigmoid of a channel of `q_gate`
+    own_value_dim: int | None = None  # of a value; None = head_dim
+    keys_of: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a value."""
+        return self.head_dim if self.own_value_dim is None else self.own_value_dim
 
     @property
     def q_size(self) -> int:
@@ -47,15 +57,25 @@ class Attention:
         return self.num_heads * self.head_dim
 
     @property
-    def kv_size(self) -> int:
-        """Channels of all keys, and of all values, of a token."""
+    def k_size(self) -> int:
+        """Channels of all keys of a token."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def v_size(self) -> int:
+        """Channels of all values of a token."""
+        return self.num_kv_heads * self.value_dim
+
+    @property
+    def out_size(self) -> int:
+        """Channels of its output."""
+        return self.num_heads * self.value_dim
 
     def linears(self, hidden: int) -> Shapes:
         """Its matrices, [out, in]."""
-        gate = {"q_gate": (self.q_size, hidden)} if self.is_gated else {}
-        kv = (self.kv_size, hidden)
-        return {"q": (self.q_size, hidden), "k": kv, "v": kv, **gate, "o": (hidden, self.q_size)}
+        gate = {"q_gate": (self.out_size, hidden)} if self.is_gated else {}
+        kv = {} if self.keys_of is not None else {"k": (self.k_size, hidden), "v": (self.v_size, hidden)}
+        return {"q": (self.q_size, hidden), **kv, **gate, "o": (hidden, self.out_size)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvloom.checkpoints.families.mixers import Attention, Mixer, Recurrent, Rope, Shapes
-from kvloom.contract.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class DecoderSpec:
     embed_scale: float = 1.0  # of token embeddings on their way in
     residual_scale: float = 1.0  # of a branch before it is added
     logit_scale: float = 1.0
-    attention_scale: float = 0.0  # of q . k; 0 = 1 / sqrt(head_dim)
+    attention_scale: float = 0.0  # of q . k; 0 = 1 / sqrt(head_dim of the layer)
     attention_softcap: float = 0.0  # c: scores s become c tanh(s / c); 0 = none
     logit_softcap: float = 0.0
     o_bias: bool = False
@@ -111,8 +110,13 @@ class DecoderSpec:
 
     @property
     def attention(self) -> list[tuple[int, Attention]]:
-        """(number of the layer, its mixer) of the layers with keys and values, in the order of these in the cache."""
+        """(number of the layer, its mixer) of the layers with attention."""
         return [(index, own.mixer) for index, own in enumerate(self.layers) if isinstance(own.mixer, Attention)]
+
+    @property
+    def cached(self) -> list[tuple[int, Attention]]:
+        """The same of those that have keys and values of their own, in the order of these in the cache."""
+        return [(index, mixer) for index, mixer in self.attention if mixer.keys_of is None]
 
     @property
     def recurrent(self) -> list[tuple[int, Recurrent]]:
@@ -123,32 +127,6 @@ class DecoderSpec:
     def state_floats(self) -> int:
         """Numbers that all layers together keep of a sequence besides keys and values; 0 = none."""
         return sum(mixer.state_floats for _, mixer in self.recurrent)
-
-    @property
-    def num_heads(self) -> int:
-        """Of every layer with attention. Raises ModelError where layers differ, and so do num_kv_heads and head_dim:
-        caches and kernels have one size.
-        """
-        return self._same("num_heads")
-
-    @property
-    def num_kv_heads(self) -> int:
-        """See num_heads."""
-        return self._same("num_kv_heads")
-
-    @property
-    def head_dim(self) -> int:
-        """See num_heads."""
-        return self._same("head_dim")
-
-    def _same(self, name: str) -> int:
-        sizes = sorted({getattr(mixer, name) for _, mixer in self.attention})
-        if not sizes:
-            raise ModelError(f"{self.family} without a layer of attention is not supported")
-        if len(sizes) != 1:
-            told = " and ".join(map(str, sizes))
-            raise ModelError(f"{self.family} with layers of different {name} is not supported, got {told}")
-        return int(sizes[0])
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -218,11 +196,13 @@ class DecoderSpec:
     def _attention_shapes(self, mixer: Attention) -> Shapes:
         """Its tensors that are no matrices."""
         own: Shapes = {}
+        has_keys = mixer.keys_of is None
         if self.qkv_bias:
-            own |= {"q_bias": (mixer.q_size,), "k_bias": (mixer.kv_size,), "v_bias": (mixer.kv_size,)}
+            own["q_bias"] = (mixer.q_size,)
+            own |= {"k_bias": (mixer.k_size,), "v_bias": (mixer.v_size,)} if has_keys else {}
         if self.qk_norm:
-            sizes = (mixer.q_size, mixer.kv_size) if self.qk_norm == "row" else (mixer.head_dim, mixer.head_dim)
-            own |= {"q_norm": sizes[:1], "k_norm": sizes[1:]}
+            sizes = (mixer.q_size, mixer.k_size) if self.qk_norm == "row" else (mixer.head_dim, mixer.head_dim)
+            own |= {"q_norm": sizes[:1]} | ({"k_norm": sizes[1:]} if has_keys else {})
         if self.o_bias:
             own["o_bias"] = (self.hidden,)
         if self.has_sinks:

@@ -99,9 +99,16 @@ class Backend(Protocol):
 
     @property
     def kv_parts(self) -> tuple[Any, ...]:
-        """The bytes of the KV cache; each part uint8 [layers, 2, num_blocks, bytes of a block].
+        """The bytes of the KV cache; each part uint8 [num_blocks, bytes of a block].
 
         Arrays if in host memory, else tensors of the device.
+        """
+        ...
+
+    @property
+    def kv_layers(self) -> list[list[Any]]:
+        """The same bytes by layer with keys and values of its own: keys, values, then the scales of both if they have
+        some, each uint8 [num_blocks, bytes of a block].
         """
         ...
 

@@ -3,6 +3,7 @@ program.
 """
 
 import ctypes
+import itertools
 import mmap
 import os
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from kvloom.checkpoints.families.mixers import DeltaRule, Mamba2, Recurrent, Rope, ShortConv
 from kvloom.checkpoints.families.spec import DecoderSpec
-from kvloom.checkpoints.footprint import kv_head_bytes
+from kvloom.checkpoints.footprint import kv_layer_bytes
 from kvloom.checkpoints.lora import FIELD, AdapterFile
 from kvloom.checkpoints.lora_tensors import pairs_of
 from kvloom.checkpoints.source import WeightSource
@@ -33,6 +34,7 @@ from kvloom.rank.kernels.rope_table import rope_table
 KV_FORMATS = {"bf16": cpu_abi.KV_BF16, "int8": cpu_abi.KV_INT8}
 _UNITS = {build.TILES: cpu_abi.TILES, build.PAIRS: cpu_abi.PAIRS}
 BLOCK_SIZE = 16
+_MAX_HEAD_DIM = 576  # cpu/attention/attention_tiles.hpp
 # version of the order in which attention, bf16 linears and adapters add: another order gives other keys and values
 _SUMS = "s5"
 
@@ -57,7 +59,7 @@ class _Call:
     batch: Batch
     head: Head
     held: object  # keeps alive the arrays that `batch` points into
-    tiles: Ints  # [seqs, tiles of a sequence], in the library's numbering
+    blocks: Ints  # [seqs, blocks of a sequence]
 
 
 class CpuBackend:
@@ -67,9 +69,8 @@ class CpuBackend:
     bits and packs all other tensors of the layers to 4 bits and the head to 8; or "stored": every quantised tensor in
     the form that holds the file's values exactly, all others in 8 bits. Activations of all but bf16 are quantised by
     token and group, or by token where the file says so. `kv_dtype`: "bf16", or "int8" with a scale for each token and
-    head, which halves the cache. `kv` [layers][k|v][blocks, bytes] is a view of memory in which all layers of a block
-    are contiguous: [blocks][layers][k|v][tiles of BLOCK_SIZE tokens][kv_heads]. Bytes inside a tile are permuted
-    (`kv_layout`).
+    head, which halves the cache. `kv` [blocks, bytes]: of a block [layers][k|v][tiles of BLOCK_SIZE tokens][kv_heads].
+    Bytes inside a tile are permuted (`kv_layout`).
 
     Raises ModelError for shapes that the kernels do not support, or without compiler and library.
     """
@@ -96,13 +97,18 @@ class CpuBackend:
         library = build.library(options.isa)
         self._lib = cpu_abi.load(library)
         self.num_threads = options.num_threads or len(os.sched_getaffinity(0))
+        sides = [side for _, own in spec.cached for side in kv_layer_bytes(kv_dtype, "cpu", own)]
+        # where keys and values of each layer begin in a block, in turns, and its end
+        self._side_at = [0, *itertools.accumulate(self.block_size * side for side in sides)]
         self._model = self._lib.kvl_new(ctypes.byref(self._shape()))
         if not self._model:
             raise OutOfMemory(f"no memory, or no {self.num_threads} threads (ulimit -u, pids.max), for the CPU backend")
         self.isa = self._use(options.isa)
         self.kv_layout = f"cpu-{kv_dtype}-k2-v2-{_SUMS}-{weight_format}-{build.sums_of(self.isa)}"
         ropes = self._add_ropes(min(spec.max_seq_len, num_blocks * self.block_size))
-        packer = Packer(Native(self._lib, self._model, self.num_threads), spec, ropes, weights, weight_format)
+        packer = Packer(
+            Native(self._lib, self._model, self.num_threads), spec, (ropes, self._side_at), weights, weight_format
+        )
         packer.declare()
         layout = (weight_format, library.name, self.num_threads)
         pages = options.packed.find(layout, packer.num_bytes) if options.packed else None
@@ -122,11 +128,7 @@ class CpuBackend:
         self._lib.kvl_set_program(
             self._model, (Instruction * len(packer.program))(*packer.program), len(packer.program)
         )
-        side_bytes = self.block_size * spec.num_kv_heads * kv_head_bytes(kv_dtype, "cpu", spec.head_dim)
-        self.kv = _lazy_zeros((num_blocks, len(spec.attention), 2, side_bytes)).transpose(1, 2, 0, 3)
-        # bytes of a block's keys, or values, in one layer
-        self._tiles = np.arange(self.block_size // BLOCK_SIZE, dtype=np.int32)
-        self._stride = len(spec.attention) * 2 * len(self._tiles)  # tiles from the start of one block to the next
+        self.kv = _lazy_zeros((num_blocks, self._side_at[-1]))
         self.kv_bytes = self.kv.nbytes
         self.num_states = options.num_states if spec.state_floats else 0
         self.state_bytes = spec.state_floats * np.float32().nbytes
@@ -141,33 +143,23 @@ class CpuBackend:
         """See kernels/backend.py. What Head holds is overwritten by the next step."""
         call = self._call = self._prepared(batch, rows, tops, states, choices)
         if len(batch.ids):
-            self._number_tiles(batch.block_table, call.tiles)
             self._lib.kvl_step(self._model, ctypes.byref(call.batch))
         return call.head
 
     def step_again(self, new_blocks: Sequence[tuple[int, int, int]]) -> Ints:
         """See kernels/backend.py."""
-        call, count = self._call, len(self._tiles)
+        call = self._call
         assert call is not None, "there was no step to go on from"
         for row, index, block in new_blocks:
-            call.tiles[row, index * count : (index + 1) * count] = block * self._stride + self._tiles
+            call.blocks[row, index] = block
         self._lib.kvl_step_again(self._model, ctypes.byref(call.batch))
         return call.head.tokens
-
-    def _number_tiles(self, blocks: Ints, tiles: Ints) -> None:
-        """Write the tile numbers of `blocks` [seqs, blocks], counted from a layer's first tile.
-
-        To the library, each side (keys or values) of a layer is a cache of its own, whose next block begins `stride`
-        tiles later.
-        """
-        np.add((blocks * self._stride)[..., None], self._tiles, out=tiles.reshape(*blocks.shape, -1))
 
     def _prepared(
         self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None, choices: Choices | None
     ) -> _Call:
         ids, pos, qstart, blocks, adapters, types, places = batch
-        tiles = np.empty((len(blocks), blocks.shape[1] * len(self._tiles)), np.int32)
-        inputs = ids, pos, qstart, tiles
+        inputs = ids, pos, qstart, blocks
         states = np.empty(0, np.int32) if states is None else states
         num_full = tops.count(0)
         if num_full > len(self._logits):  # reused: fresh pages would cost more than writing them
@@ -184,11 +176,10 @@ class CpuBackend:
         assert all(array.dtype == np.int32 for array in held), "the inputs of a step are int32"
         step = Batch(
             self.kv.ctypes.data,
-            len(self._tiles),
             *(array.ctypes.data for array in held[:-1]),
             len(batch.ids),
             len(batch.qstart) - 1,
-            tiles.shape[1],
+            blocks.shape[1],
             len(rows),
             ctypes.addressof(wanted),
             shape[1],
@@ -206,7 +197,7 @@ class CpuBackend:
             self.spec.state_floats,
             None if places is None else places.ctypes.data,
         )
-        return _Call(step, head, (own, wanted, held, types, choices, places), tiles)
+        return _Call(step, head, (own, wanted, held, types, choices, places), held[3])
 
     def add_adapter(self, id: int, adapter: AdapterFile) -> int:
         """See kernels/backend.py. Its weights are held in 8 bits, or as bf16 where the model's linears are."""
@@ -245,6 +236,12 @@ class CpuBackend:
         """See kernels/backend.py."""
         return (self.kv,)
 
+    @property
+    def kv_layers(self) -> list[list[Any]]:
+        """See kernels/backend.py."""
+        sides = [self.kv[:, start:end] for start, end in itertools.pairwise(self._side_at)]
+        return [sides[index : index + 2] for index in range(0, len(sides), 2)]
+
     def copy(self, target: Any, source: Any) -> None:
         """See kernels/backend.py."""
         np.copyto(target, source)
@@ -262,8 +259,9 @@ class CpuBackend:
     def _shape(self) -> Shape:
         s = self.spec
         return Shape(
-            s.hidden, widest_mlp(s), s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size,
-            self.num_threads, KV_FORMATS[self.kv_dtype], s.norm_eps, s.embed_scale, s.residual_scale, s.logit_scale,
+            s.hidden, widest_mlp(s), s.vocab_size, self.num_threads, KV_FORMATS[self.kv_dtype],
+            self.block_size // BLOCK_SIZE, self._side_at[-1],
+            s.norm_eps, s.embed_scale, s.residual_scale, s.logit_scale,
             s.attention_scale, s.attention_softcap, s.logit_softcap, s.glu_limit, s.glu_alpha,
             s.query_growth, s.growth_unit, s.sees_ahead,
         )  # fmt: skip
@@ -304,8 +302,9 @@ def _check(spec: DecoderSpec, kv_dtype: str) -> None:
         if any(size % 16 for size in sizes):
             told = " and ".join(map(str, sizes))
             raise ModelError(f"{what} {told}: the CPU backend has multiples of 16")
-    if spec.head_dim % 32 or spec.head_dim > 256:
-        raise ModelError(f"head size {spec.head_dim}: the CPU backend has multiples of 32 up to 256")
+    for dim in {dim for _, mixer in spec.attention for dim in (mixer.head_dim, mixer.value_dim)}:
+        if dim % 32 or dim > _MAX_HEAD_DIM:
+            raise ModelError(f"head size {dim}: the CPU backend has multiples of 32 up to {_MAX_HEAD_DIM}")
     for rope in spec.ropes:
         if rope.dim % 32:
             raise ModelError(f"rotary embedding of {rope.dim} dimensions: the CPU backend has multiples of 32")

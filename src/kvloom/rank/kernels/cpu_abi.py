@@ -24,9 +24,8 @@ class Shape(ctypes.Structure):
     """kvl_shape."""
 
     _fields_ = (
-        *((name, _I32) for name in ("hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "vocab_size")),
-        ("num_threads", _I32),
-        ("kv_format", _I32),
+        *((name, _I32) for name in ("hidden", "intermediate", "vocab_size", "num_threads", "kv_format", "block_tiles")),
+        ("block_bytes", _I64),
         *((name, ctypes.c_float) for name in ("norm_eps", "embed_scale", "residual_scale", "logit_scale")),
         *((name, ctypes.c_float) for name in ("attention_scale", "attention_softcap", "logit_softcap")),
         *((name, ctypes.c_float) for name in ("glu_limit", "glu_alpha")),
@@ -53,6 +52,16 @@ class Mixture(ctypes.Structure):
         *((name, _I32) for name in ("router", "router_bias", "up_bias", "down_bias", "shared")),
         *((name, _I32) for name in ("is_sigmoid", "correction", "groups", "kept_groups")),
         ("scale", ctypes.c_float),
+    )
+
+
+class AttentionShape(ctypes.Structure):
+    """kvl_attention."""
+
+    _fields_ = (
+        *((name, _I32) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim")),
+        ("keys_at", _I64),
+        ("values_at", _I64),
     )
 
 
@@ -94,7 +103,6 @@ class Batch(ctypes.Structure):
 
     _fields_ = (
         ("kv", _POINTER),
-        ("num_blocks", _I64),
         *((name, _POINTER) for name in ("ids", "pos", "qstart", "block_table", "rows")),
         *((name, _I32) for name in ("num_tokens", "num_seqs", "max_blocks", "num_rows")),
         ("tops", _POINTER),
@@ -140,6 +148,7 @@ SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {  # function -> (result, argu
     "kvl_set_format": (_I32, [_POINTER, _I32, _I64, _I32]),
     "kvl_add_vector": (_I32, [_POINTER, _POINTER, _I64]),
     "kvl_add_mixture": (_I32, [_POINTER, ctypes.POINTER(Mixture)]),
+    "kvl_add_attention": (_I32, [_POINTER, ctypes.POINTER(AttentionShape)]),
     "kvl_add_delta_rule": (_I32, [_POINTER, ctypes.POINTER(DeltaRuleShape)]),
     "kvl_add_short_conv": (_I32, [_POINTER, ctypes.POINTER(ShortConvShape)]),
     "kvl_add_convolution": (_I32, [_POINTER, ctypes.POINTER(Convolution)]),

@@ -16,7 +16,7 @@ from kvloom.checkpoints.source import WeightSource
 from kvloom.contract.messages import Progress
 from kvloom.rank.kernels import cpu_abi
 from kvloom.rank.kernels.backend import Floats
-from kvloom.rank.kernels.cpu_abi import FileNumbers, Instruction
+from kvloom.rank.kernels.cpu_abi import AttentionShape, FileNumbers, Instruction
 from kvloom.rank.kernels.expert_program import declare_experts
 from kvloom.rank.kernels.mixer_program import declare_mixer
 from kvloom.rank.kernels.program import GATES, Fill, Native, Program
@@ -35,11 +35,20 @@ class Packer:
     """Declares and then fills a checkpoint's linears, and writes the layer program that runs them."""
 
     def __init__(
-        self, native: Native, spec: DecoderSpec, ropes: dict[Rope, int], weights: WeightSource, weight_format: str
+        self,
+        native: Native,
+        spec: DecoderSpec,
+        memory: tuple[dict[Rope, int], list[int]],
+        weights: WeightSource,
+        weight_format: str,
     ) -> None:
-        """`ropes`: the library's number of each layer's rotary table."""
+        """`memory`: the library's number of each rotary table; of a block of the cache, where keys and values of each
+        layer begin, in turns.
+        """
+        ropes, side_at = memory
         self._lib, self._model, self._num_threads = native.library, native.model, native.num_threads
         self._spec, self._ropes, self._weights, self._weight_format = spec, ropes, weights, weight_format
+        self._keys_at = {layer: side_at[2 * index : 2 * index + 2] for index, (layer, _) in enumerate(spec.cached)}
         self._program = Program(native, weights, weight_format)
         self._arenas: list[int] = []  # bytes of each arena
         self.streamed_bytes = 0  # bytes of the linears that a step of one token reads
@@ -71,10 +80,9 @@ class Packer:
         spec, idle_bytes = self._spec, 0
         if spec.encoder is not None:
             self._declare_beginning(spec.encoder)
-        kv_index = {layer: index for index, (layer, _) in enumerate(spec.attention)}
         for layer in range(spec.num_layers):
-            if layer in kv_index:
-                self._declare_attention(layer, kv_index[layer])
+            if isinstance(spec.layers[layer].mixer, Attention):
+                self._declare_attention(layer)
             else:
                 self._declare_mixer(layer)
             if spec.encoder is not None:
@@ -143,16 +151,19 @@ class Packer:
         mixer.emit(self._program)
         self._emit_output(mixer.out, at + "attn_post_norm")
 
-    def _declare_attention(self, layer: int, kv_index: int) -> None:
-        """`kv_index`: the layer's number in the cache."""
+    def _declare_attention(self, layer: int) -> None:
         spec, own, at = self._spec, self._spec.layers[layer].mixer, f"layers.{layer}."
         assert isinstance(own, Attention), "the layer has keys and values"
-        q_rows, kv_rows = own.q_size, own.kv_size
-        parts = [(at + "q", 0), (at + "k", q_rows), (at + "v", q_rows + kv_rows)]
-        if own.is_gated:
-            parts.append((at + "q_gate", q_rows + 2 * kv_rows))
-        qkv = self._program.linear(q_rows * (1 + own.is_gated) + 2 * kv_rows, spec.hidden, *parts)
-        out = self._program.linear(spec.hidden, q_rows, (at + "o", 0))
+        number = self._program.attention(
+            AttentionShape(own.num_heads, own.num_kv_heads, own.head_dim, own.value_dim, *self._keys_at[layer])
+        )
+        parts, rows = [], 0
+        for part, size in (("q", own.q_size), ("k", own.k_size), ("v", own.v_size), ("q_gate", own.out_size)):
+            if part != "q_gate" or own.is_gated:
+                parts.append((at + part, rows))
+                rows += size
+        qkv = self._program.linear(rows, spec.hidden, *parts)
+        out = self._program.linear(spec.hidden, own.out_size, (at + "o", 0))
         bias = self._program.vector(*(f"{at}{part}_bias" for part in "qkv")) if spec.qkv_bias else cpu_abi.NONE
         norms = {}
         if spec.qk_norm:
@@ -164,10 +175,10 @@ class Packer:
         self._emit_input(qkv, at + "attn_norm")
         self._program.emit(cpu_abi.LINEAR, linear=qkv, epilogue=cpu_abi.TO_QKV, vector=bias)
         rope = cpu_abi.NONE if own.rope is None else self._ropes[own.rope]
-        self._program.emit(cpu_abi.ROPE_KV, layer=kv_index, rope=rope, is_gated=own.is_gated, **norms)
+        self._program.emit(cpu_abi.ROPE_KV, layer=number, rope=rope, is_gated=own.is_gated, **norms)
         sinks = self._program.vector(at + "sinks") if spec.has_sinks else cpu_abi.NONE
         window = own.window or 0
-        self._program.emit(cpu_abi.ATTENTION, layer=kv_index, window=window, vector=sinks, is_gated=own.is_gated)
+        self._program.emit(cpu_abi.ATTENTION, layer=number, window=window, vector=sinks, is_gated=own.is_gated)
         self._program.emit(cpu_abi.QUANT, linear=out, source=cpu_abi.FROM_ATTENTION)
         self._emit_output(
             out, at + "attn_post_norm", self._program.vector(at + "o_bias") if spec.o_bias else cpu_abi.NONE

@@ -9,7 +9,15 @@ from kvloom.checkpoints.footprint import STORED, UNQUANTISED_FORM
 from kvloom.checkpoints.source import WeightSource
 from kvloom.rank.kernels import cpu_abi
 from kvloom.rank.kernels.backend import Floats
-from kvloom.rank.kernels.cpu_abi import Convolution, DeltaRuleShape, Instruction, Mamba2Shape, Mixture, ShortConvShape
+from kvloom.rank.kernels.cpu_abi import (
+    AttentionShape,
+    Convolution,
+    DeltaRuleShape,
+    Instruction,
+    Mamba2Shape,
+    Mixture,
+    ShortConvShape,
+)
 
 WEIGHT_FORMATS = {"w8a8": cpu_abi.INT8, "w4a8": cpu_abi.INT4, "bf16": cpu_abi.BF16, STORED: cpu_abi.NONE}
 FORMS = {
@@ -109,6 +117,9 @@ class Program:
 
     def mixture(self, mixture: Mixture) -> int:
         return int(self._lib.kvl_add_mixture(self._model, ctypes.byref(mixture)))
+
+    def attention(self, shape: AttentionShape) -> int:
+        return int(self._lib.kvl_add_attention(self._model, ctypes.byref(shape)))
 
     def delta_rule(self, shape: DeltaRuleShape) -> int:
         return int(self._lib.kvl_add_delta_rule(self._model, ctypes.byref(shape)))

@@ -19,6 +19,7 @@ from kvloom.checkpoints.source import WeightSource
 from kvloom.contract.config import MAX_BATCH
 from kvloom.contract.messages import Progress
 from kvloom.rank.kernels.backend import Choices, Draw, Head, Ints, Ragged, most_likely
+from kvloom.rank.kernels.reference_cache import KvCache
 from kvloom.rank.kernels.reference_mixers import MixerInput, mix
 from kvloom.rank.parallel.mesh import Mesh
 from kvloom.rank.parallel.shard import ShardedWeights, shard_pair, shard_spec
@@ -64,7 +65,7 @@ class _Context:
 
 
 class ReferenceBackend:
-    """Gather + SDPA over a paged cache `kv` [layers][k|v][blocks, block_size, kv_heads, head_dim].
+    """Gather + SDPA over a paged cache: keys and values of a layer are [blocks, block_size, kv_heads, dim].
 
     Each sequence runs through the model by itself, so its result is bit for bit independent of the other sequences in
     the step, and of which blocks hold its cache. It may depend in the last bits on how its prompt was cut into chunks.
@@ -100,12 +101,11 @@ class ReferenceBackend:
             if progress:
                 progress(self.weight_bytes, total)
         self._head = self._w.get("embed" if spec.tie_embeddings else "head", torch.empty(0))
-        self._kv_index = {layer: index for index, (layer, _) in enumerate(spec.attention)}
-        shape = (len(self._kv_index), 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        self.kv = torch.zeros(shape, dtype=options.kv_dtype or dtype, device=device)
-        is_scaled = self.kv.dtype == torch.int8
-        self._kv_scale = torch.zeros(shape[:-1] if is_scaled else 0, dtype=torch.float32, device=device)
-        self.kv_bytes = self.kv.nbytes + self._kv_scale.nbytes
+        self._device, self._kv = (
+            torch.device(device),
+            KvCache(spec, (num_blocks, block_size), options.kv_dtype or dtype, device),
+        )
+        self.kv_bytes = sum(part.nbytes for part in self.kv_parts)
         self.num_states = options.num_states if spec.state_floats else 0
         self.state_bytes = spec.state_floats * torch.float32.itemsize
         self.sequence_states = torch.zeros((self.num_states, spec.state_floats), dtype=torch.float32, device=device)
@@ -115,12 +115,12 @@ class ReferenceBackend:
         self._adapters: dict[int, dict[str, _Pair]] = {}
         self._adapter: Mapping[str, _Pair] = {}  # adapter of the sequence that is computed
         self.held_as = f"in {str(dtype).removeprefix('torch.')}"
-        self.kv_layout = f"reference-{device}-{dtype}-{self.kv.dtype}"
+        self.kv_layout = f"reference-{device}-{dtype}-{self._kv.dtype}"
 
     @torch.inference_mode()
     def _run(self, batch: Ragged, wanted: list[int], kept: list[int]) -> tuple[Tensor, Tensor]:
         """Logits of the tokens `wanted`, states of the tokens `kept`."""
-        device = self.kv.device
+        device = self._device
         given = (batch.ids, batch.pos, batch.block_table)
         ids, pos, table = (torch.tensor(array, dtype=torch.int64, device=device) for array in given)
         adapters, starts = batch.adapters, batch.qstart.tolist()
@@ -153,9 +153,12 @@ class ReferenceBackend:
     @property
     def kv_parts(self) -> tuple[Any, ...]:
         """See kernels/backend.py."""
-        parts = (self.kv, self._kv_scale) if self.kv.dtype == torch.int8 else (self.kv,)
-        blocks = (part.flatten(3).view(torch.uint8) for part in parts)
-        return tuple(part.numpy() if part.device.type == "cpu" else part for part in blocks)
+        return tuple(part for layer in self.kv_layers for part in layer)
+
+    @property
+    def kv_layers(self) -> list[list[Any]]:
+        """See kernels/backend.py."""
+        return self._kv.layers
 
     def copy(self, target: Any, source: Any) -> None:
         """See kernels/backend.py."""
@@ -187,7 +190,7 @@ class ReferenceBackend:
 
     def add_adapter(self, id: int, adapter: AdapterFile) -> int:
         """See kernels/backend.py."""
-        rank, world_size, device = self._mesh.rank, self._mesh.world_size, self.kv.device
+        rank, world_size, device = self._mesh.rank, self._mesh.world_size, self._device
         pairs = {}
         for name, whole in pairs_of(adapter, self.whole_spec):
             part = shard_pair(name, whole, rank, world_size) if world_size > 1 else whole
@@ -224,7 +227,7 @@ class ReferenceBackend:
             state.zero_()
         context = _Context(turns, pos, slots[pos], slots, masks, state)
         for layer in range(spec.num_layers):
-            of = self._attend if layer in self._kv_index else self._recur
+            of = self._attend if isinstance(spec.layers[layer].mixer, Attention) else self._recur
             x = self._branch(x, f"layers.{layer}.attn", functools.partial(of, layer, context=context))
             mlp = self._experts if spec.layers[layer].has_experts else self._mlp
             x = self._branch(x, f"layers.{layer}.mlp", functools.partial(mlp, f"layers.{layer}."))
@@ -264,7 +267,7 @@ class ReferenceBackend:
         q, k, v = (self._linear(x, at + part) for part in "qkv")
         if self.spec.qk_norm == "row":
             q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
-        q, k, v = (part.view(len(x), -1, own.head_dim) for part in (q, k, v))
+        q, k = (part.view(len(x), -1, own.head_dim) for part in (q, k))
         if self.spec.qk_norm == "head":
             q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
         if own.rope is not None:
@@ -274,8 +277,8 @@ class ReferenceBackend:
         if self.spec.query_growth:
             growth = 1 + self.spec.query_growth * torch.log1p(context.pos // self.spec.growth_unit)
             q = q * growth[:, None, None].to(q.dtype)
-        index = self._kv_index[layer]
-        key, value = (self._cached(index, side, new, context).transpose(0, 1)[None] for side, new in enumerate((k, v)))
+        new = k, v.view(len(x), -1, own.value_dim)
+        key, value = (part.transpose(0, 1)[None] for part in self._kv.extend(layer, new, context.own, context.slots))
         sinks = self._w.get(at + "sinks")
         out = self._softmax(q.transpose(0, 1)[None], key, value, context.masks[own.window], sinks)
         out = out[0].transpose(0, 1).flatten(1)
@@ -283,18 +286,6 @@ class ReferenceBackend:
             out = out * self._linear(x, at + "q_gate").sigmoid()
         out = self._mesh.sum(self._linear(out, at + "o", has_bias=False))
         return out + self._w[at + "o_bias"] if self.spec.o_bias else out
-
-    def _cached(self, index: int, side: int, new: Tensor, context: _Context) -> Tensor:
-        """Write `new` [T, kv_heads, head_dim] to its slots; return what all slots hold, in the computing dtype."""
-        own, slots = context.own, context.slots
-        cache = self.kv[index, side].flatten(0, 1)
-        if self.kv.dtype != torch.int8:
-            cache[own] = new.to(cache.dtype)
-            return cache[slots].to(new.dtype)
-        scales = self._kv_scale[index, side].flatten(0, 1)
-        scale = (new.float().abs().amax(-1) / 127).clamp_min(1e-30)
-        scales[own], cache[own] = scale, (new.float() / scale[..., None]).round().to(torch.int8)
-        return (cache[slots].float() * scales[slots][..., None]).to(new.dtype)
 
     def _softmax(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
         """Attention [1, heads, T, head_dim] over keys and values [1, kv_heads, K, head_dim]; sinks [heads]."""

@@ -26,14 +26,14 @@ _BY_COLUMNS = ("o", "down", "shared_down")  # and LoRA's A: ranks then sum B tim
 
 def shard_spec(spec: DecoderSpec, world_size: int) -> DecoderSpec:
     """The model as one rank computes it. Raises ModelError when heads or channels cannot be shared evenly."""
-    sizes = {
-        "attention heads": spec.num_heads,
-        "KV heads": spec.num_kv_heads,
-        "MLP channels": spec.intermediate,
-    }
+    if not spec.attention:
+        raise ModelError(f"{spec.family} without a layer of attention is not supported")
+    sizes = [("attention heads", mixer.num_heads) for _, mixer in spec.attention]
+    sizes += [("KV heads", mixer.num_kv_heads) for _, mixer in spec.attention]
+    sizes.append(("MLP channels", spec.intermediate))
     if spec.experts:
-        sizes |= {"channels of an expert": spec.experts.intermediate, "shared channels": spec.experts.shared}
-    for name, size in sizes.items():
+        sizes += [("channels of an expert", spec.experts.intermediate), ("shared channels", spec.experts.shared)]
+    for name, size in sizes:
         if size % world_size:
             raise ModelError(f"worldSize: {world_size} ranks cannot share {size} {name} evenly")
     if spec.encoder and world_size > 1:

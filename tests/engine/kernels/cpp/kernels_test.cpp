@@ -39,46 +39,65 @@ static void test_stretches(int threads) {
     kvl_free(model);
 }
 
-// Attention over keys and values stored in a form of the cache, for every number of query rows and lengths around every
-// limit.
-template <class Cache, class Tiles>
-static void test_attention(int dim, int length, int window) {
-    const int blocks = (length + kBlockTokens - 1) / kBlockTokens, format = Cache::kFormat;
-    const int64_t stride = kv_tile_bytes(format, dim);
-    std::vector<uint8_t> keys(size_t(blocks * stride)), values(keys);
-    std::vector<int32_t> table(static_cast<size_t>(blocks));
-    std::iota(table.rbegin(), table.rend(), 0);
-    const float softcap = window ? 0.8f : 0.0f;
-    const PagedHead head{keys.data(), values.data(), table.data(), stride, dim, softcap};
-    std::vector<float> rope = noise(dim);
+// Sizes of a head's keys and values, and tiles of a block of the cache.
+struct HeadSizes {
+    int key_dim, value_dim, tiles;
+};
+
+// Stores random keys and values; compares what is found there.
+template <class Cache>
+static void store_heads(const PagedHead& head, int length) {
+    constexpr int format = Cache::kFormat;
+    const int key_dim = head.key_dim, value_dim = head.value_dim;
+    std::vector<float> rope = noise(key_dim);
     for (int key = 0; key < length; key++) {
-        std::vector<float> k = noise(dim), want = k, v = noise(dim);
-        rotate(k.data(), rope.data(), dim);
-        scalar::rotate(want.data(), rope.data(), dim);
-        const int64_t tile = table[size_t(key / kBlockTokens)] * stride;
-        Cache::store_key(keys.data() + tile, k.data(), dim, key % kBlockTokens);
-        Cache::store_value(values.data() + tile, v.data(), dim, key % kBlockTokens);
+        std::vector<float> k = noise(key_dim), want = k, v = noise(value_dim);
+        rotate(k.data(), rope.data(), key_dim);
+        scalar::rotate(want.data(), rope.data(), key_dim);
+        const int64_t tile = key / kBlockTokens;
+        Cache::store_key(const_cast<uint8_t*>(head.key_tile(tile)), k.data(), key_dim, key % kBlockTokens);
+        Cache::store_value(const_cast<uint8_t*>(head.value_tile(tile)), v.data(), value_dim, key % kBlockTokens);
         const bool is_int8 = format == KVL_KV_INT8;  // half a step, and the rounding of the scale itself
-        const double key_step = 1.1 * double(scalar::half_step(k.data(), 0, dim));
-        const double value_step = 1.1 * double(scalar::half_step(v.data(), 0, dim));
-        for (int d = 0; d < dim; d++) {
-            const double a = double(k[size_t(d)]), b = double(v[size_t(d)]);
-            near(a, want[size_t(d)], 1e-5, "rotate", dim, d);
+        const double key_step = 1.1 * double(scalar::half_step(k.data(), 0, key_dim));
+        const double value_step = 1.1 * double(scalar::half_step(v.data(), 0, value_dim));
+        for (int d = 0; d < key_dim; d++) {
+            const double a = double(k[size_t(d)]);
+            near(a, want[size_t(d)], 1e-5, "rotate", key_dim, d);
             near(scalar::key_at(head, format, key, d), a, is_int8 ? key_step : std::fabs(a) / 256, "key", key, d);
+        }
+        for (int d = 0; d < value_dim; d++) {
+            const double b = double(v[size_t(d)]);
             near(scalar::value_at(head, format, key, d), b, is_int8 ? value_step : std::fabs(b) / 256, "value", key, d);
         }
     }
+}
+
+// Attention over keys and values stored in a form of the cache, for every number of query rows and lengths around every
+// limit.
+template <class Cache, class Tiles>
+static void test_attention(HeadSizes sizes, int length, int window) {
+    const int block_tokens = sizes.tiles * kBlockTokens, blocks = (length + block_tokens - 1) / block_tokens;
+    const int format = Cache::kFormat, key_dim = sizes.key_dim, dim = sizes.value_dim;
+    const int64_t key_bytes = kv_tile_bytes(format, key_dim), value_bytes = kv_tile_bytes(format, dim);
+    const int64_t block_bytes = sizes.tiles * (key_bytes + value_bytes);
+    std::vector<uint8_t> cache(size_t(blocks * block_bytes));
+    std::vector<int32_t> table(static_cast<size_t>(blocks));
+    std::iota(table.rbegin(), table.rend(), 0);
+    const float softcap = window ? 0.8f : 0.0f;
+    const PagedHead head{cache.data(), cache.data() + sizes.tiles * key_bytes, table.data(), block_bytes, sizes.tiles,
+                         key_bytes, value_bytes, key_dim, dim, softcap};
+    store_heads<Cache>(head, length);
     if (!std::is_same_v<Cache, Bf16Pairs> || !has_pairs()) test_attention_in_tiles<Cache, Tiles>(head, length, window);
     for (int rows = 1; rows <= kTaskRows; rows += rows < kAttentionRows ? 1 : kAttentionRows - 1) {  // then uneven groups
-        std::vector<typename Cache::Stored> q(size_t(rows * dim));
-        std::vector<float> sums(q.size());
+        std::vector<typename Cache::Stored> q(size_t(rows * key_dim));
+        std::vector<float> sums(size_t(rows * dim));
         std::vector<Query> queries;
         Partials partials[kAttentionGroups];
         for (int g = 0; g < kAttentionGroups; g++) partials[g].sums = sums.data() + g * kAttentionRows * dim;
         for (int m = 0; m < rows; m++) {
-            const float scale = Cache::store_query(q.data() + m * dim, noise(dim).data(), dim, 1.0f / std::sqrt(float(dim)));
+            const float scale = Cache::store_query(q.data() + m * key_dim, noise(key_dim).data(), key_dim, 1.0f / std::sqrt(float(key_dim)));
             const int64_t until = std::max(1, length - rows + 1 + m);
-            queries.push_back({q.data() + m * dim, scale, window ? std::max<int64_t>(0, until - window) : 0, until});
+            queries.push_back({q.data() + m * key_dim, scale, window ? std::max<int64_t>(0, until - window) : 0, until});
         }
         attend_rows<Cache, Tiles>(head, queries.data(), rows, queries[0].from, length, false, partials);
         std::vector<double> want(static_cast<size_t>(dim));
@@ -91,10 +110,25 @@ static void test_attention(int dim, int length, int window) {
     }
 }
 
-static void test_every_attention(int dim, int length, int window) {
-    test_attention<Bf16Cache, Bf16Tiles>(dim, length, window);
-    if (has_pairs()) test_attention<Bf16Pairs, Bf16Tiles>(dim, length, window);
-    test_attention<Int8Cache, Int8Tiles>(dim, length, window);
+static void test_every_attention(HeadSizes sizes, int length, int window) {
+    test_attention<Bf16Cache, Bf16Tiles>(sizes, length, window);
+    if (has_pairs()) test_attention<Bf16Pairs, Bf16Tiles>(sizes, length, window);
+    test_attention<Int8Cache, Int8Tiles>(sizes, length, window);
+}
+
+// The largest integer sum of int8 scores: queries and keys that are all of one size, up to the largest heads.
+static void test_largest_scores() {
+    for (int dim : {256, 512, 544, kMaxHeadDim}) {
+        const std::vector<float> ones(size_t(dim), 1.0f);
+        std::vector<uint8_t> tile(size_t(kv_tile_bytes(KVL_KV_INT8, dim)));
+        std::vector<int16_t> q(ones.size());
+        Int8Cache::store_key(tile.data(), ones.data(), dim, 0);
+        const Query query{q.data(), Int8Cache::store_query(q.data(), ones.data(), dim, 1), 0, 1};
+        const uint8_t* const tiles[] = {tile.data()};
+        alignas(64) float scores[kChunkKeys];
+        score_blocks<Int8Cache, 1, 1>(tiles, dim, &query, scores);
+        near(scores[0], dim, dim * 1e-3, "largest score", dim, 0);
+    }
 }
 
 // Heads of zeros, of the smallest and of very large numbers: cached values are finite.
@@ -105,7 +139,7 @@ static void test_extreme_heads() {
         std::vector<float> head(size_t(dim), size);
         std::vector<int16_t> q(static_cast<size_t>(dim));
         const int32_t table = 0;
-        const PagedHead cached{tile.data(), tile.data(), &table, 0, dim, 0};
+        const PagedHead cached{tile.data(), tile.data(), &table, 0, 1, 0, 0, dim, dim, 0};
         Int8Cache::store_key(tile.data(), head.data(), dim, 3);
         near(std::isfinite(Int8Cache::store_query(q.data(), head.data(), dim, 1)), 1, 0, "query scale", 0, 0);
         const double want = std::min(double(size), double(kLargestFp16) * 127);
@@ -290,8 +324,11 @@ static void test_every_kernel() {
     for (int64_t cols : {64, 256, 832}) test_two_bits(cols);
     for (int threads : {1, 2, 3, 7}) test_stretches(threads);
     for (int dim : {32, 64, 96, 128, 256})
-        for (int length : {1, 15, 16, 17, 127, 128, 129, 300}) test_every_attention(dim, length, 0);
-    for (int window : {1, 16, 37, 128, 500}) test_every_attention(64, 300, window);
+        for (int length : {1, 15, 16, 17, 127, 128, 129, 300}) test_every_attention({dim, dim, 1}, length, 0);
+    for (HeadSizes sizes : {HeadSizes{512, 512, 1}, {kMaxHeadDim, 512, 2}, {192, 128, 3}, {32, 96, 2}})
+        for (int length : {1, 17, 129, 300}) test_every_attention(sizes, length, 0);
+    for (int window : {1, 16, 37, 128, 500}) test_every_attention({64, 64, 2}, 300, window);
+    test_largest_scores();
     test_extreme_heads();
     for (int count : {1, 3, 4, 5, 16, 17, 33}) test_experts(count, count % 2 ? 64 : 192);
     for (int kept : {1, 2, 4}) test_routing(4, kept, 5);

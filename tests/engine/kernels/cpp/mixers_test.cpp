@@ -9,7 +9,7 @@ namespace {
 // A delta rule with random tensors, and the rows of its linears for `count` tokens.
 struct DeltaCase {
     kvl_delta_rule mixer;
-    kvl_model model{kvl_shape{64, 64, 2, 1, 32, 32, 1}};
+    kvl_model model{kvl_shape{64, 64, 32, 1}};
     int64_t channels, width, count;
     std::vector<float> in;
 
@@ -110,7 +110,7 @@ double silu_of(double x) { return x / (1 + std::exp(-x)); }
 
 // Random rows of a linear's output, [count][width], and a model with vectors for mixers that read them.
 struct MixerCase {
-    kvl_model model{kvl_shape{64, 64, 2, 1, 32, 32, 1}};
+    kvl_model model{kvl_shape{64, 64, 32, 1}};
     int64_t count, width;
     std::vector<float> in;
 

@@ -46,7 +46,7 @@ struct OnePanel {
             }
         }
     }
-    const kvl_shape shape{0, 0, 0, 0, 0, 0, 2, 0, 0, 1, 1, 1, 0, 0, 0};
+    const kvl_shape shape{0, 0, 0, 2, 0, 1, 0, 0, 1, 1, 1, 0, 0, 0};
     kvl_model* model;
     const int64_t cols;
 };

@@ -165,33 +165,33 @@ inline float key_at(const PagedHead& head, int kv_format, int64_t key, int d) {
 
 inline float value_at(const PagedHead& head, int kv_format, int64_t key, int d) {
     const int64_t slot = key % kBlockTokens;
-    return tile_at(head.value_tile(key / kBlockTokens), kv_format, (slot / 2 * head.head_dim + d) * 2 + slot % 2, slot);
+    return tile_at(head.value_tile(key / kBlockTokens), kv_format, (slot / 2 * head.value_dim + d) * 2 + slot % 2, slot);
 }
 
 inline float query_at(const Query& query, int kv_format, int d) {
     return (kv_format == KVL_KV_BF16 ? bf16_to_float(query.as<uint16_t>()[d]) : float(query.as<int16_t>()[d])) * query.scale;
 }
 
-// Softmax attention of one query over the keys that it sees; out[head_dim].
+// Softmax attention of one query over the keys that it sees; out[value_dim].
 inline void attend(const PagedHead& head, int kv_format, const Query& query, double* out) {
     std::vector<double> scores;
     for (int64_t key = query.from; key < query.until; key++) {
         double score = 0;
-        for (int d = 0; d < head.head_dim; d++)
+        for (int d = 0; d < head.key_dim; d++)
             score += double(query_at(query, kv_format, d)) * double(key_at(head, kv_format, key, d));
         if (head.softcap > 0) score = double(head.softcap) * std::tanh(score / double(head.softcap));
         scores.push_back(score);
     }
     const double peak = *std::max_element(scores.begin(), scores.end());
     double weight = 0;
-    std::fill(out, out + head.head_dim, 0.0);
+    std::fill(out, out + head.value_dim, 0.0);
     for (size_t i = 0; i < scores.size(); i++) {
         const double p = std::exp2(scores[i] - peak);
         weight += p;
-        for (int d = 0; d < head.head_dim; d++)
+        for (int d = 0; d < head.value_dim; d++)
             out[d] += p * double(value_at(head, kv_format, query.from + int64_t(i), d));
     }
-    for (int d = 0; d < head.head_dim; d++) out[d] /= weight;
+    for (int d = 0; d < head.value_dim; d++) out[d] /= weight;
 }
 
 // See clamped_gate in activations/gates.hpp.

@@ -16,9 +16,9 @@ struct FreeModel {
 class Native {
   public:
     explicit Native(const Plain& plain)
-        : plain(plain), cache(size_t(kLayers * 2 * kBlocks * kKvHeads * kv_tile_bytes(plain.options.kv_format, kDim))) {
-        const kvl_shape shape{kHidden, kMlp, kHeads, kKvHeads, kDim, kVocab, plain.options.threads,
-                              plain.options.kv_format, 1e-5f, 1, 1, 1, 0, 0, 0, float(kLimit), float(kAlpha)};
+        : plain(plain), cache(size_t(kBlocks * 2 * kLayers * side_bytes())) {
+        const kvl_shape shape{kHidden, kMlp, kVocab, plain.options.threads, plain.options.kv_format, 1,
+                              2 * kLayers * side_bytes(), 1e-5f, 1, 1, 1, 0, 0, 0, float(kLimit), float(kAlpha)};
         model.reset(kvl_new(&shape));
         kvl_add_rope(model.get(), plain.rope.data(), kDim);
         for (int l = 0; l < kLayers; l++) declare(l, plain.layers[size_t(l)]);
@@ -60,7 +60,7 @@ class Native {
         const size_t num_full = size_t(std::count(tops.begin(), tops.end(), 0));
         std::vector<float> logits(num_full * kVocab), values(rows.size() * size_t(max_top));
         std::vector<int32_t> top_ids(values.size());
-        const kvl_batch batch{cache.data(), kBlocks, ids.data(), pos.data(), qstart.data(), table.data(), rows.data(),
+        const kvl_batch batch{cache.data(), ids.data(), pos.data(), qstart.data(), table.data(), rows.data(),
                               int32_t(ids.size()), int32_t(parts.size()), kMaxBlocks, int32_t(rows.size()), tops.data(),
                               max_top, logits.data(), values.data(), top_ids.data(), nullptr, 0, nullptr};
         near(kvl_step(model.get(), &batch), 0, 0, "step", 0, 0);
@@ -101,7 +101,7 @@ class Native {
         std::vector<float> logits(pos.size() * kVocab), values(pos.size() * 3);
         std::vector<int32_t> top_ids(values.size()), table(part.blocks);
         table.resize(kMaxBlocks, -1);
-        const kvl_batch batch{cache.data(), kBlocks, part.ids->data() + part.from, pos.data(), qstart.data(), table.data(),
+        const kvl_batch batch{cache.data(), part.ids->data() + part.from, pos.data(), qstart.data(), table.data(),
                               rows.data(), count, 1, kMaxBlocks, count, tops.data(), 3, logits.data(), values.data(),
                               top_ids.data(), nullptr, 0, nullptr, nullptr, nullptr, choices.data(), tokens.data()};
         allocations_left = num_allowed;
@@ -112,6 +112,9 @@ class Native {
     }
 
   private:
+    // Of a block, the keys or the values of a layer.
+    int64_t side_bytes() const { return kKvHeads * kv_tile_bytes(plain.options.kv_format, kDim); }
+
     // For a single logit. Their deviation is about 1; 8-bit mantissas lose about 0.02.
     double tolerance() const { return plain.options.experts ? 1.5 : 0.25; }
 
@@ -122,6 +125,8 @@ class Native {
 
     void declare(int index, const Layer& layer) {
         const Options& options = plain.options;
+        const kvl_attention heads{kHeads, kKvHeads, kDim, kDim, 2 * index * side_bytes(), (2 * index + 1) * side_bytes()};
+        near(kvl_add_attention(model.get(), &heads), index, 0, "attention", index, 0);
         const int32_t qkv = kvl_add_linear(model.get(), kQueries + 2 * kKeys, kHidden, KVL_BF16);
         const int32_t o = kvl_add_linear(model.get(), kHidden, kQueries, KVL_BF16);
         const int64_t width = round_up(kMlp, options.is_apart ? kPanel : kLanes);

@@ -38,17 +38,17 @@ template <class Cache, class Tiles>
 static void test_attention_in_tiles(const PagedHead& head, int64_t length, int64_t window) {
     if (!can_attend_in_tiles(Cache::kFormat)) return;
     const TinyIsZero as_in_a_step;
-    const int dim = head.head_dim;
+    const int key_dim = head.key_dim, dim = head.value_dim;
     for (int rows : {1, 2, 3, 4, 7, 15, 16, 17, 31, 32}) {
-        std::vector<typename Cache::Stored> q(size_t(kTileQueries * dim));  // as many rows as are read
+        std::vector<typename Cache::Stored> q(size_t(kTileQueries * key_dim));  // as many rows as are read
         std::vector<float> together(size_t(rows * dim)), alone(together);
         std::vector<Query> queries;
         Partials of_all[kTileGroups];
         for (int g = 0; g < kTileGroups; g++) of_all[g].sums = together.data() + g * kLanes * dim;
         for (int m = 0; m < rows; m++) {
-            const float scale = Cache::store_query(q.data() + m * dim, noise(dim).data(), dim, 1.0f / std::sqrt(float(dim)));
+            const float scale = Cache::store_query(q.data() + m * key_dim, noise(key_dim).data(), key_dim, 1.0f / std::sqrt(float(key_dim)));
             const int64_t until = std::max<int64_t>(1, length - (rows - 1 - m) / 3);
-            queries.push_back({q.data() + m * dim, scale, window ? std::max<int64_t>(0, until - window) : 0, until});
+            queries.push_back({q.data() + m * key_dim, scale, window ? std::max<int64_t>(0, until - window) : 0, until});
         }
         attend_in_tiles<Tiles>(head, queries.data(), rows, queries[0].from, length, of_all);
         for (int m = 0; m < rows; m++) {

@@ -24,12 +24,14 @@ extern "C" {
 typedef struct kvl_model kvl_model;
 
 /* Shapes and constants of the decoder. embed_scale multiplies token embeddings, residual_scale what attention and MLP
- * add to the residual stream, logit_scale the logits, attention_scale the products q . k (0 = 1 / sqrt(head_dim)). A
+ * add to the residual stream, logit_scale the logits, attention_scale the products q . k (0 = 1 / sqrt(key_dim)). A
  * softcap c replaces a score or logit x by c tanh(x / c), before the mask; 0 = none. KVL_CLAMPED combines gate and up
  * into g sigmoid(glu_alpha g) (clip(up, -glu_limit, glu_limit) + 1) with g = min(gate, glu_limit). A query at position p is
- * multiplied by 1 + query_growth log(1 + floor(p / growth_unit)); query_growth 0 = not. */
+ * multiplied by 1 + query_growth log(1 + floor(p / growth_unit)); query_growth 0 = not. A block of the cache has
+ * block_tiles tiles of 16 tokens and block_bytes, a multiple of 32. */
 typedef struct {
-    int32_t hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab_size, num_threads, kv_format;
+    int32_t hidden, intermediate, vocab_size, num_threads, kv_format, block_tiles;
+    int64_t block_bytes;
     float norm_eps, embed_scale, residual_scale, logit_scale, attention_scale, attention_softcap, logit_softcap;
     float glu_limit, glu_alpha;
     float query_growth;
@@ -77,8 +79,8 @@ enum {
     KVL_LINEAR = 2,          /* multiplies `linear` by the activations quantised last, adds the adapters' B h, then
                                 applies `epilogue`; `vector` = bias */
     KVL_ROPE_KV = 3,         /* q/k norm with weights `vector` and `vector2` (`source`: of what, and when), rotation
-                                with table `rope`; writes keys and values of `layer` to the cache */
-    KVL_ATTENTION = 4,       /* attention of the step's queries over the cached keys of `layer`: on each visible side
+                                with table `rope`; writes keys and values of attention `layer` to the cache */
+    KVL_ATTENTION = 4,       /* attention `layer` of the step's queries over cached keys: on each visible side
                                 the nearest `window` keys, the query's own included; 0 = all. `vector` = one sink per
                                 head, a logit that takes part in the softmax and has no value */
     KVL_ROWS_NORM_QUANT = 5, /* as NORM_QUANT, but only for the batch's `rows`: later instructions process no others;
@@ -142,15 +144,13 @@ typedef struct {
     uint64_t seed, position;
 } kvl_choice;
 
-/* One ragged step; shapes as in kernels/backend.py. kv: tiles [layers][k|v][num_blocks][kv_heads]. Further caches of
- * the same shape may follow the first in memory: an entry of block_table counts blocks from the beginning of the
- * layer's k or v in the first cache, and is num_blocks or more for a block of a later one.
+/* One ragged step; shapes as in kernels/backend.py. kv: the blocks of the cache, one behind the other; kvl_attention says
+ * what is where in a block.
  * The head gives all logits of row r (tops[r] = 0; `logits` holds these rows in order) or its tops[r] <= max_top
  * largest, in descending order, equal ones by ascending token: top_values and top_ids [num_rows][max_top].
  * states: float [num_states][hidden], the tokens state_rows[] after the last norm. */
 typedef struct {
     uint8_t *kv;
-    int64_t num_blocks;
     const int32_t *ids, *pos, *qstart, *block_table, *rows;
     int32_t num_tokens, num_seqs, max_blocks, num_rows;
     const int32_t *tops;
@@ -196,6 +196,14 @@ typedef struct {
     float scale;
 } kvl_mixture;
 int32_t kvl_add_mixture(kvl_model *model, const kvl_mixture *mixture); /* returns its index; before kvl_allocate */
+/* Attention of one layer. The linear before it has channels of num_heads queries and num_kv_heads keys of key_dim, then
+ * num_kv_heads values of value_dim. Both sizes are multiples of 32, at most 576. A block of the cache has its keys from
+ * byte keys_at on and its values from values_at on: tiles [block_tiles][num_kv_heads]; both are multiples of 32. */
+typedef struct {
+    int32_t num_heads, num_kv_heads, key_dim, value_dim;
+    int64_t keys_at, values_at;
+} kvl_attention;
+int32_t kvl_add_attention(kvl_model *model, const kvl_attention *attention); /* returns its index */
 /* A gated delta rule with its causal convolution. The linear before it has channels q, k (num_k_heads heads of k_dim),
  * v (num_v_heads heads of v_dim), all of which pass the convolution, then, from these channels on: gate_at as many as v,
  * beta_at and decay_at one for each value head. Value head h has key head h % num_k_heads if is_tiled is not 0, else

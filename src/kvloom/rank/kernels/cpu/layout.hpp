@@ -24,8 +24,8 @@
 // without loss (docs/decisions/weights.md). K is padded with zero weights to a multiple of kPad, so kernels need no code
 // for a tail along K.
 //
-// KV cache: a block of 16 tokens of one kv head has a K tile [head_dim / 2][16 keys][2] and, elsewhere in memory, a
-// V tile [8 pairs of keys][head_dim][2]. Both products (scores; weighted values) are thus products of pairs, with one
+// KV cache: 16 tokens of one kv head have a K tile [key_dim / 2][16 keys][2] and, elsewhere in memory, a V tile
+// [8 pairs of keys][value_dim][2]. A block of the cache is one or several such runs of 16 tokens, of all layers. Both products (scores; weighted values) are thus products of pairs, with one
 // key or one dimension in each lane.
 //   bf16: bf16 elements
 //   int8: 16 fp16 scales, one per token, then the tile's bytes; value = byte * scale, bytes in -127 .. 127
@@ -54,7 +54,7 @@ constexpr int kFileGroup = 32;    // the group size of GGUF, so that blocks of i
 constexpr int kRun = 16;          // weights of Q6_K that share a scale
 constexpr int kFactorRun = 64;    // weights of int2 that share factors
 constexpr int kPad = 64;          // every K is padded to a multiple of this
-constexpr int kBlockTokens = 16;  // keys of a KV block
+constexpr int kBlockTokens = 16;  // keys of a K tile
 // Keys of one attention chunk. Chunks begin at multiples of it, so a query's sums do not depend on how the prompt is
 // divided into steps.
 constexpr int kChunkKeys = 128;
@@ -165,9 +165,9 @@ constexpr int64_t factors_at(int64_t group, int which) { return (which - group %
 // bf16: offset of that weight in elements, not bytes, from the beginning of its group.
 constexpr int bf16_offset(int k, int c) { return (k / 2) * kPanel * 2 + c * 2 + k % 2; }
 
-// Bytes of one K tile or V tile: the keys, or the values, of one block and kv head.
-constexpr int64_t kv_tile_bytes(int kv_format, int head_dim) {
-    return kv_format == KVL_KV_INT8 ? kBlockTokens * (2 + int64_t(head_dim)) : kBlockTokens * 2 * int64_t(head_dim);
+// Bytes of one K tile or V tile: 16 keys, or values, of `dim` numbers of one kv head.
+constexpr int64_t kv_tile_bytes(int kv_format, int dim) {
+    return kv_format == KVL_KV_INT8 ? kBlockTokens * (2 + int64_t(dim)) : kBlockTokens * 2 * int64_t(dim);
 }
 
 inline float bits_to_float(uint32_t bits) {

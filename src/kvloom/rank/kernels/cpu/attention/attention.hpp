@@ -9,19 +9,28 @@
 
 namespace kvl {
 
-// Locates the cached tiles of one kv head of one sequence: the K tile of the sequence's block b is at
-// keys + table[b] * stride, its V tile at values + table[b] * stride.
+// Locates the cached tiles of one kv head of one sequence. table: the blocks of the sequence, each of `tiles` tiles, of
+// which block 0 of the cache has the first at `keys` and `values`.
 struct PagedHead {
     const uint8_t *keys, *values;
     const int32_t* table;
-    int64_t stride;  // bytes
-    int head_dim;
+    int64_t block_bytes;
+    int tiles;
+    int64_t key_stride, value_stride;  // bytes from a tile to the next one of its block
+    int key_dim, value_dim;
     float softcap;  // of scores, which are in log2 units; 0 = none
-    const uint8_t* key_tile(int64_t block) const { return keys + table[block] * stride; }
-    const uint8_t* value_tile(int64_t block) const { return values + table[block] * stride; }
+    // of the sequence's tokens [tile * kBlockTokens, (tile + 1) * kBlockTokens)
+    const uint8_t* key_tile(int64_t tile) const { return keys + at(tile, key_stride); }
+    const uint8_t* value_tile(int64_t tile) const { return values + at(tile, value_stride); }
+
+  private:
+    int64_t at(int64_t tile, int64_t stride) const {
+        if (tiles == 1) return table[tile] * block_bytes;
+        return table[tile / tiles] * block_bytes + tile % tiles * stride;
+    }
 };
 
-// A query row. numbers [head_dim], as the cache form's Stored or Factor; multiplied by `scale` they are the query times
+// A query row. numbers [key_dim], as the cache form's Stored or Factor; multiplied by `scale` they are the query times
 // log2(e) * attention_scale, so that scores are in log2 units. It sees the keys at positions [from, until).
 struct Query {
     const void* numbers;
@@ -42,7 +51,7 @@ struct Partials {
     }
     alignas(64) float peak[kLanes];
     alignas(64) float weight[kLanes];
-    float* sums = nullptr;  // [rows][head_dim]
+    float* sums = nullptr;  // [rows][value_dim]
 };
 
 // The blocks of one chunk that lie before position `until`: keys [first_key, first_key + num_keys), whole blocks.
@@ -65,7 +74,7 @@ struct Chunk {
 
 // Computes the scores of ROWS queries with TILES K tiles, and stores those of query m at scores + m * kChunkKeys.
 template <class Cache, int ROWS, int TILES>
-void score_blocks(const uint8_t* const* tiles, int head_dim, const Query* queries, float* scores) {
+void score_blocks(const uint8_t* const* tiles, int key_dim, const Query* queries, float* scores) {
     constexpr int kStretch = 16;  // pairs of dims
     typename Cache::Sum sums[ROWS][TILES];
     const typename Cache::Factor* q[ROWS];
@@ -75,7 +84,7 @@ void score_blocks(const uint8_t* const* tiles, int head_dim, const Query* querie
         for (int t = 0; t < TILES; t++) sums[m][t] = Cache::zero();
         q[m] = queries[m].as<typename Cache::Factor>();
     }
-    for (int stretch = 0; stretch < head_dim / 2; stretch += kStretch) {
+    for (int stretch = 0; stretch < key_dim / 2; stretch += kStretch) {
 #pragma GCC unroll 2
         for (int pair = stretch; pair < stretch + kStretch; pair++) {
             decltype(Cache::load_tile(nullptr, 0)) keys[TILES];
@@ -212,7 +221,7 @@ inline void join(float* to, const float* sums, int count, const Shares& shares, 
 // Multiplies VECS * 16 dims, from `dim` on, of the chunk's values by the factors of ROWS rows, and merges the sums into
 // out.sums.
 template <class Cache, int ROWS, int VECS>
-void weigh_values(const Chunk& chunk, int head_dim, int dim, const typename Cache::Factor* factors, const Shares& shares,
+void weigh_values(const Chunk& chunk, int value_dim, int dim, const typename Cache::Factor* factors, const Shares& shares,
                   Partials& out) {
     typename Cache::Sum sums[ROWS][VECS];
 #pragma GCC unroll 8
@@ -225,7 +234,7 @@ void weigh_values(const Chunk& chunk, int head_dim, int dim, const typename Cach
             decltype(Cache::load_tile(nullptr, 0)) values[VECS];
 #pragma GCC unroll 4
             for (int v = 0; v < VECS; v++)
-                values[v] = Cache::load_tile(chunk.values[b], (pair * head_dim + dim + v * kLanes) * 2);
+                values[v] = Cache::load_tile(chunk.values[b], (pair * value_dim + dim + v * kLanes) * 2);
 #pragma GCC unroll 8
             for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 4
@@ -240,7 +249,7 @@ void weigh_values(const Chunk& chunk, int head_dim, int dim, const typename Cach
     for (int m = 0; m < ROWS; m++) {
         alignas(64) float own[VECS * kLanes];
         for (int v = 0; v < VECS; v++) store(own + v * kLanes, Cache::sums(sums[m][v]));
-        join(out.sums + m * head_dim + dim, own, VECS * kLanes, shares, m);
+        join(out.sums + m * value_dim + dim, own, VECS * kLanes, shares, m);
     }
 }
 
@@ -251,16 +260,16 @@ void attend_chunk(const PagedHead& head, const Query* queries, const Chunk& chun
     alignas(64) typename Cache::Factor factors[ROWS * kChunkKeys];
     int b = 0;
     for (; b + Cache::kTilesOnce <= chunk.num_blocks; b += Cache::kTilesOnce)
-        score_blocks<Cache, ROWS, Cache::kTilesOnce>(chunk.keys + b, head.head_dim, queries, scores + b * kBlockTokens);
+        score_blocks<Cache, ROWS, Cache::kTilesOnce>(chunk.keys + b, head.key_dim, queries, scores + b * kBlockTokens);
     for (; b < chunk.num_blocks; b++)
-        score_blocks<Cache, ROWS, 1>(chunk.keys + b, head.head_dim, queries, scores + b * kBlockTokens);
+        score_blocks<Cache, ROWS, 1>(chunk.keys + b, head.key_dim, queries, scores + b * kBlockTokens);
     const NothingMeanwhile<kUnrollsRows ? ROWS : 0> nothing;
     const Shares shares = weigh_keys<Cache>(head, chunk, {queries, ROWS, scores, factors, kChunkKeys}, out, nothing);
     int dim = 0;
-    for (; dim + Cache::kVectors * kLanes <= head.head_dim; dim += Cache::kVectors * kLanes)
-        weigh_values<Cache, ROWS, Cache::kVectors>(chunk, head.head_dim, dim, factors, shares, out);
-    for (; dim < head.head_dim; dim += kLanes)
-        weigh_values<Cache, ROWS, 1>(chunk, head.head_dim, dim, factors, shares, out);
+    for (; dim + Cache::kVectors * kLanes <= head.value_dim; dim += Cache::kVectors * kLanes)
+        weigh_values<Cache, ROWS, Cache::kVectors>(chunk, head.value_dim, dim, factors, shares, out);
+    for (; dim < head.value_dim; dim += kLanes)
+        weigh_values<Cache, ROWS, 1>(chunk, head.value_dim, dim, factors, shares, out);
 }
 
 // Factor that normalises a row's sums: 1 / weight, or less if a sink, a logit without a value, takes part in the

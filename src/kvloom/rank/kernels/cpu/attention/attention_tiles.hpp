@@ -13,7 +13,7 @@ constexpr int kTileQueries = kTileGroups * kLanes;
 constexpr int kTaskRows = kAttentionGroups * kAttentionRows;  // most rows of a task on vector instructions
 constexpr int kMostGroups = max_of(kTileGroups, kAttentionGroups);
 static_assert(kTaskRows <= kTileQueries);
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 576;  // of keys, and of values
 
 #ifdef KVL_HAS_TILES
 
@@ -64,21 +64,21 @@ struct Bf16Tiles {
         return {{{rows, 64}, {rows, 64}, {rows, 64}, {rows, 64}, {rows, 64}, {rows, 32}, {16, 64}, {8, 64}}};
     }
     // The queries must be contiguous in memory, and memory for a whole last group must follow them.
-    Bf16Tiles(const Query* of, int rows, int head_dim)
-        : asks(asks_for_values(rows)), head_dim(head_dim), queries(of[0].as<Bf16Cache::Stored>()) {}
+    Bf16Tiles(const Query* of, int rows, const PagedHead& head)
+        : asks(asks_for_values(rows)), key_dim(head.key_dim), value_dim(head.value_dim), queries(of[0].as<Bf16Cache::Stored>()) {}
 
-    int score_steps(const Chunk& chunk) const { return (chunk.num_blocks + kOnce - 1) / kOnce * (head_dim / kStretch); }
+    int score_steps(const Chunk& chunk) const { return (chunk.num_blocks + kOnce - 1) / kOnce * (key_dim / kStretch); }
     KVL_IN_ALL_TILES void score(const Chunk& chunk, int group, int step, float* scores) const {
-        const int stretches = head_dim / kStretch, b = step / stretches * kOnce, stretch = step % stretches;
+        const int stretches = key_dim / kStretch, b = step / stretches * kOnce, stretch = step % stretches;
         constexpr int kPart = kStretch * kBlockTokens * 2;  // bytes of a tile, as many of keys as of values
         const uint8_t* keys[kOnce];
         for (int i = 0; i < kOnce; i++) {
             const int block = min_of(b + i, chunk.num_blocks - 1);
             keys[i] = chunk.keys[block] + stretch * kPart;
-            if (asks) ask_for(chunk.values[block] + stretch * kPart, kPart);
+            if (asks && stretch * kStretch < value_dim) ask_for(chunk.values[block] + stretch * kPart, kPart);
         }
         if (stretch == 0) zero_sums();
-        _tile_loadd(4, queries + group * kLanes * head_dim + stretch * kStretch, head_dim * 2);
+        _tile_loadd(4, queries + group * kLanes * key_dim + stretch * kStretch, key_dim * 2);
         _tile_loadd(6, keys[0], 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(6, keys[1], 64);
@@ -90,9 +90,9 @@ struct Bf16Tiles {
         if (stretch == stretches - 1) store_sums(scores + b * kBlockTokens, kChunkKeys * 4);
     }
 
-    int weigh_steps(const Chunk& chunk) const { return (head_dim + kDims - 1) / kDims * chunk.num_blocks; }
+    int weigh_steps(const Chunk& chunk) const { return (value_dim + kDims - 1) / kDims * chunk.num_blocks; }
     KVL_IN_ALL_TILES void weigh(const Chunk& chunk, int, int step, const Factor* factors, float* sums) const {
-        const int b = step % chunk.num_blocks, dim = step / chunk.num_blocks * kDims, stride = head_dim * 4;
+        const int b = step % chunk.num_blocks, dim = step / chunk.num_blocks * kDims, stride = value_dim * 4;
         const uint8_t* values = chunk.values[b] + dim * 4;
         if (b == 0) zero_sums();
         _tile_loadd(5, factors + b * kBlockTokens, kFactors * 2);
@@ -100,7 +100,7 @@ struct Bf16Tiles {
         _tile_dpbf16ps(0, 5, 7);
         _tile_loadd(7, values + 64, stride);
         _tile_dpbf16ps(1, 5, 7);
-        if (head_dim - dim >= kDims) {
+        if (value_dim - dim >= kDims) {
             _tile_loadd(7, values + 128, stride);
             _tile_dpbf16ps(2, 5, 7);
             _tile_loadd(7, values + 192, stride);
@@ -128,7 +128,7 @@ struct Bf16Tiles {
     }
 
     const bool asks;
-    const int head_dim;
+    const int key_dim, value_dim;
     const uint16_t* const queries;
 };
 
@@ -150,26 +150,26 @@ struct Int8Tiles {
     static AttentionShapes shapes(int rows) {
         return {{{rows, 64}, {rows, 64}, {rows, 64}, {rows, 64}, {rows, 64}, {rows, 64}, {16, 64}, {16, 64}}};
     }
-    Int8Tiles(const Query* of, int rows, int head_dim) : of(of), rows(rows), head_dim(head_dim) {
+    Int8Tiles(const Query* of, int rows, const PagedHead& head) : of(of), rows(rows), key_dim(head.key_dim), value_dim(head.value_dim) {
+        alignas(64) int16_t words[kMaxHeadDim] = {};
         for (int m = 0; m < rows; m++) {
-            alignas(64) int16_t words[kMaxHeadDim] = {};
-            std::memcpy(words, of[m].numbers, size_t(head_dim) * 2);
-            split(words, int(round_up(head_dim, kQuads)), queries + m * 2 * kMaxHeadDim, kMaxHeadDim);
+            std::memcpy(words, of[m].numbers, size_t(key_dim) * 2);
+            split(words, int(round_up(key_dim, kQuads)), queries + m * 2 * kMaxHeadDim, kMaxHeadDim);
         }
     }
 
     int score_steps(const Chunk& chunk) const { return (chunk.num_blocks + 1) / 2; }
     KVL_IN_ALL_TILES void score(const Chunk& chunk, int group, int step, float* scores) {
         constexpr int kRowBytes = 2 * kMaxHeadDim;
-        const int b = 2 * step, first = group * kLanes, width = int(round_up(head_dim, kQuads)) * kBlockTokens;
+        const int b = 2 * step, first = group * kLanes, width = int(round_up(key_dim, kQuads)) * kBlockTokens;
         const int blocks[2] = {b, min_of(b + 1, chunk.num_blocks - 1)};
         const uint8_t* tiles[2] = {chunk.keys[blocks[0]], chunk.keys[blocks[1]]};
         for (int i = 0; asks_for_values(rows) && i < 2; i++)
-            ask_for(chunk.values[blocks[i]], kScales + head_dim * kBlockTokens);
+            ask_for(chunk.values[blocks[i]], kScales + value_dim * kBlockTokens);
         int8_t* const both = keys + b * width;
         for (int i = 0; group == 0 && i < 2; i++) take_keys(tiles[i], both + i * width);
         zero_sums();
-        for (int dim = 0; dim < head_dim; dim += kQuads) {
+        for (int dim = 0; dim < key_dim; dim += kQuads) {
             _tile_loadd(4, queries + first * kRowBytes + dim, kRowBytes);
             _tile_loadd(5, queries + first * kRowBytes + kMaxHeadDim + dim, kRowBytes);
             add_products(both + dim * kBlockTokens, both + width + dim * kBlockTokens, 64);
@@ -180,17 +180,17 @@ struct Int8Tiles {
                 store(scores + m * kChunkKeys + (b + i) * kBlockTokens, Int8Cache::scores(total(i, m), tiles[i], of[first + m].scale));
     }
 
-    int weigh_steps(const Chunk&) const { return head_dim / kDims; }
+    int weigh_steps(const Chunk&) const { return value_dim / kDims; }
     KVL_IN_ALL_TILES void weigh(const Chunk& chunk, int group, int step, const Factor* factors, float* to) {
         const int8_t* bytes = reinterpret_cast<const int8_t*>(factors);
         const int dim = step * kDims;
         if (group == 0 && step == 0) take_values(chunk);
         zero_sums();
         for (int key = 0; key < chunk.num_keys; key += kQuads) {
-            const int8_t* quads = values + key * head_dim + dim * 4;
+            const int8_t* quads = values + key * value_dim + dim * 4;
             _tile_loadd(4, bytes + key, kFactors * 2);
             _tile_loadd(5, bytes + kChunkKeys + key, kFactors * 2);
-            add_products(quads, quads + 64, head_dim * 4);
+            add_products(quads, quads + 64, value_dim * 4);
         }
         store_sums();
         for (int m = 0; m < min_of(rows - group * kLanes, kLanes); m++)
@@ -211,7 +211,7 @@ struct Int8Tiles {
     // Converts a K tile from pairs to quads of dims: interleaves two dims of 16 keys with the next two.
     void take_keys(const uint8_t* tile, int8_t* to) const {
         const __m512i order = in_turn(0, 16);
-        for (int at = 0; at < head_dim * kBlockTokens; at += 64)
+        for (int at = 0; at < key_dim * kBlockTokens; at += 64)
             _mm512_store_si512(to + at, _mm512_permutexvar_epi16(order, _mm512_loadu_si512(tile + kScales + at)));
     }
     static void split(const int16_t* words, int count, int8_t* to, int lower) {
@@ -229,9 +229,9 @@ struct Int8Tiles {
         int8_t* to = values;
         for (int b = 0; b < chunk.num_blocks; b++) {
             const uint8_t* row = chunk.values[b] + kScales;
-            for (int quad = 0; quad < kBlockTokens / 4; quad++, row += head_dim * 4)
-                for (int at = 0; at < head_dim * 2; at += 64, to += 128) {
-                    const __m512i low = _mm512_loadu_si512(row + at), high = _mm512_loadu_si512(row + head_dim * 2 + at);
+            for (int quad = 0; quad < kBlockTokens / 4; quad++, row += value_dim * 4)
+                for (int at = 0; at < value_dim * 2; at += 64, to += 128) {
+                    const __m512i low = _mm512_loadu_si512(row + at), high = _mm512_loadu_si512(row + value_dim * 2 + at);
                     _mm512_store_si512(to, _mm512_permutex2var_epi16(low, first, high));
                     _mm512_store_si512(to + 64, _mm512_permutex2var_epi16(low, second, high));
                 }
@@ -267,7 +267,7 @@ struct Int8Tiles {
     }
 
     const Query* const of;
-    const int rows, head_dim;
+    const int rows, key_dim, value_dim;
     // a row of queries is kMaxHeadDim upper bytes, then as many lower bytes
     alignas(64) int8_t queries[kTileQueries * 2 * kMaxHeadDim];
     alignas(64) int8_t keys[kChunkKeys * kMaxHeadDim], values[kChunkKeys * kMaxHeadDim];  // of the chunk, as quads
@@ -290,7 +290,7 @@ template <class Tiles>
 class Turns {
   public:
     Turns(const PagedHead& head, const Query* queries, int rows, Partials* out)
-        : head_(head), queries_(queries), rows_(rows), out_(out), tiles_(queries, rows, head.head_dim) {}
+        : head_(head), queries_(queries), rows_(rows), out_(out), tiles_(queries, rows, head) {}
 
     KVL_IN_ALL_TILES void run(int64_t from, int64_t until) {
         const int groups = (rows_ + kLanes - 1) / kLanes;
@@ -338,7 +338,7 @@ class Turns {
         asm volatile("" ::: "memory");
     }
     void join_rows(int first) {
-        const int end = min_of(first + kJoined, last_->rows), dim = head_.head_dim;
+        const int end = min_of(first + kJoined, last_->rows), dim = head_.value_dim;
         for (int m = first; m < end; m++)
             join(out_[last_->group].sums + m * dim, sums_ + m * kMaxHeadDim, dim, last_->shares, m);
     }
@@ -380,7 +380,7 @@ void attend_rows(const PagedHead& head, const Query* queries, int rows, int64_t 
     Query own[kTaskRows];
     for (int m = 0; m < rows; m++) {
         own[m] = queries[m];
-        own[m].numbers = Cache::factors_of(queries[m].as<typename Cache::Stored>(), head.head_dim, factors + m * kMaxHeadDim);
+        own[m].numbers = Cache::factors_of(queries[m].as<typename Cache::Stored>(), head.key_dim, factors + m * kMaxHeadDim);
     }
     for (int64_t chunk = from / kChunkKeys; chunk * kChunkKeys < until; chunk++)
         for (int first = 0; first < rows; first += kAttentionRows) {

@@ -8,9 +8,41 @@
 
 namespace kvl {
 
-// The tiles of a layer: side 0 = keys, 1 = values. The cache is [layers][side][blocks][kv_heads] tiles.
-uint8_t* Step::cache(int layer, int side) const {
-    return batch_.kv + (int64_t(layer) * 2 + side) * batch_.num_blocks * shape_.num_kv_heads * tile_bytes_;
+// The K tile, or V tile, of a kv head that has the token's key or value.
+uint8_t* Step::key_tile(const kvl_attention& own, const Place& place, int head) const {
+    return place.block + own.keys_at + (place.tile * own.num_kv_heads + head) * kv_tile_bytes(shape_.kv_format, own.key_dim);
+}
+uint8_t* Step::value_tile(const kvl_attention& own, const Place& place, int head) const {
+    return place.block + own.values_at + (place.tile * own.num_kv_heads + head) * kv_tile_bytes(shape_.kv_format, own.value_dim);
+}
+
+// Where the step's tokens are in the cache, for all layers.
+void Step::find_places() {
+    const int size = shape_.block_tiles * kBlockTokens;
+    for (int64_t token = 0; token < batch_.num_tokens; token++) {
+        const int32_t* table = batch_.block_table + int64_t(sequence_[size_t(token)]) * batch_.max_blocks;
+        const int at = batch_.pos[token] % size;
+        uint8_t* const block = batch_.kv + table[batch_.pos[token] / size] * shape_.block_bytes;
+        places_.push_back({block, at / kBlockTokens, at % kBlockTokens});
+    }
+}
+
+// Divides, for one shape of attention, the query rows of each sequence and kv head (tokens x heads of its group) into tasks. The last rows of a
+// prompt see the most keys, so their tasks come first, and the short ones even out the threads' work at the end.
+void Step::plan_attention(const kvl_attention& shape) {
+    const int heads_per_kv = shape.num_heads / shape.num_kv_heads;
+    std::vector<AttentionTask>& tasks = tasks_.emplace_back();
+    // with few tokens a task is a single group, so that there are more tasks than threads
+    const int of_words = batch_.num_tokens >= kFusedTokens ? kTaskRows : kAttentionRows;
+    const int at_once = attends_in_tiles_ ? kTileQueries : of_words;
+    for (int s = 0; s < batch_.num_seqs; s++) {
+        const int rows = (batch_.qstart[s + 1] - batch_.qstart[s]) * heads_per_kv;
+        const int tiles = (rows + at_once - 1) / at_once;
+        for (int tile = tiles - 1; tile >= 0; tile--) {
+            const int first = int(int64_t(rows) * tile / tiles), end = int(int64_t(rows) * (tile + 1) / tiles);
+            for (int head = 0; head < shape.num_kv_heads; head++) tasks.push_back({s, head, first, end - first});
+        }
+    }
 }
 
 // KVL_ROPE_KV. Tokens are shared out among the threads. Two neighbouring tokens of a V tile share a pair, which two
@@ -28,27 +60,26 @@ void Step::place_heads(const kvl_instruction& instruction, int thread) {
 // values to the cache.
 template <class Cache>
 void Step::place_head(const kvl_instruction& instruction, int64_t token, int head, float* at) {
-    const int dim = shape_.head_dim, position = batch_.pos[token];
+    const kvl_attention& own = attention_of(instruction);
+    const int dim = own.key_dim, position = batch_.pos[token];
     const float scale = shape_.attention_scale > 0 ? kLog2E * shape_.attention_scale : kLog2E / std::sqrt(float(dim));
-    const int32_t* table = batch_.block_table + int64_t(sequence_[size_t(token)]) * batch_.max_blocks;
-    const int64_t block = int64_t(table[position / kBlockTokens]) * shape_.num_kv_heads * tile_bytes_;
-    const int slot = position % kBlockTokens;
+    const Place& place = places_[size_t(token)];
     const RopeTable rope = instruction.rope < 0 ? RopeTable{nullptr, 0} : model_.ropes[size_t(instruction.rope)];
-    const float* weight = vector(head < shape_.num_heads ? instruction.vector : instruction.vector2);
+    const float* weight = vector(head < own.num_heads ? instruction.vector : instruction.vector2);
     const auto norm_at = [&](int when) {
         if (weight != nullptr && instruction.source == when) rms_norm(at, weight, dim, dim, shape_.norm_eps, at);
     };
-    const int key = head - shape_.num_heads, value = key - shape_.num_kv_heads, gate = value - shape_.num_kv_heads;
+    const int key = head - own.num_heads, value = key - own.num_kv_heads, gate = value - own.num_kv_heads;
     if (gate >= 0) {
-        std::copy(at, at + dim, scratch_.gates.row(token) + int64_t(gate) * dim);
+        std::copy(at, at + own.value_dim, scratch_.gates.row(token) + int64_t(gate) * own.value_dim);
         return;
     }
-    if (value >= 0) return Cache::store_value(cache(instruction.layer, 1) + block + value * tile_bytes_, at, dim, slot);
+    if (value >= 0) return Cache::store_value(value_tile(own, place, value), at, own.value_dim, place.slot);
     norm_at(KVL_NORM_HEADS);
     if (rope.dim > 0) rotate(at, rope.at + int64_t(position) * rope.dim, rope.dim);
     norm_at(KVL_NORM_ROTATED);
-    if (key >= 0) return Cache::store_key(cache(instruction.layer, 0) + block + key * tile_bytes_, at, dim, slot);
-    const int64_t query = query_at(token, head);
+    if (key >= 0) return Cache::store_key(key_tile(own, place, key), at, dim, place.slot);
+    const int64_t query = query_at(own, token, head);
     auto* to = reinterpret_cast<typename Cache::Stored*>(scratch_.queries + query * dim);
     scratch_.query_scale[query] = Cache::store_query(to, at, dim, scale * growth_at(position));
 }
@@ -60,22 +91,27 @@ float Step::growth_at(int position) const {
 }
 
 // Index of a query in the scratch memory: [kv head][token][heads per kv head].
-int64_t Step::query_at(int64_t token, int head) const {
-    return (head / heads_per_kv_ * batch_.num_tokens + token) * heads_per_kv_ + head % heads_per_kv_;
+int64_t Step::query_at(const kvl_attention& own, int64_t token, int head) const {
+    const int each = own.num_heads / own.num_kv_heads;
+    return (head / each * batch_.num_tokens + token) * each + head % each;
 }
 
 // Handles all heads of a token's row of the qkv buffer, and overwrites the row.
 template <class Cache>
 void Step::place_token(const kvl_instruction& instruction, int64_t token) {
+    const kvl_attention& own = attention_of(instruction);
     float* row = scratch_.qkv.row(token);
     if (instruction.source == KVL_NORM_ROWS) {
-        const int64_t queries = model_.query_width(), keys = model_.kv_width();
+        const int64_t queries = own.num_heads * own.key_dim, keys = own.num_kv_heads * own.key_dim;
         rms_norm(row, vector(instruction.vector), queries, queries, shape_.norm_eps, row);
         rms_norm(row + queries, vector(instruction.vector2), keys, keys, shape_.norm_eps, row + queries);
     }
-    const int gates = instruction.is_gated ? shape_.num_heads : 0;
-    for (int head = 0; head < shape_.num_heads + 2 * shape_.num_kv_heads + gates; head++, row += shape_.head_dim)
+    const int values = own.num_heads + own.num_kv_heads;  // the first of them, behind queries and keys
+    const int end = values + own.num_kv_heads + (instruction.is_gated ? own.num_heads : 0);
+    for (int head = 0; head < end; head++) {
         place_head<Cache>(instruction, token, head, row);
+        row += head < values ? own.key_dim : own.value_dim;
+    }
 }
 
 template void Step::place_head<Bf16Cache>(const kvl_instruction&, int64_t, int, float*);
@@ -83,7 +119,8 @@ template void Step::place_head<Int8Cache>(const kvl_instruction&, int64_t, int, 
 
 // KVL_ATTENTION. Threads take tasks one by one, because the cost of a task depends on the length of its sequence.
 void Step::attend(const kvl_instruction& instruction, int thread) {
-    const int64_t count = int64_t(tasks_.size());
+    const std::vector<AttentionTask>& tasks = tasks_of(instruction);
+    const int64_t count = int64_t(tasks.size());
     const auto next_task = [&] {
         const int64_t task = next(instruction);
         if (task >= count) ask_for_a(index_of(instruction) + 1, thread);
@@ -91,7 +128,7 @@ void Step::attend(const kvl_instruction& instruction, int thread) {
     };
     model_.pool.share(thread, count, next_task, [&](Claim claim) {
         ask_for(claim.item() + model_.pool.size(), instruction);
-        return attend_task(tasks_[size_t(claim.item())], instruction, claim);
+        return attend_task(tasks[size_t(claim.item())], instruction, claim);
     });
 }
 
@@ -99,42 +136,62 @@ void Step::attend(const kvl_instruction& instruction, int thread) {
 // memory, in pieces of one block, too short for the hardware prefetcher. Sequences with more tokens find them in the
 // processor's cache, or read them more than once.
 void Step::ask_for(int64_t index, const kvl_instruction& attention) const {
-    if (index >= int64_t(tasks_.size())) return;
-    const AttentionTask& task = tasks_[size_t(index)];
+    const std::vector<AttentionTask>& tasks = tasks_of(attention);
+    if (index >= int64_t(tasks.size())) return;
+    const AttentionTask& task = tasks[size_t(index)];
     const int64_t token = batch_.qstart[task.sequence], position = batch_.pos[token];
     if (batch_.qstart[task.sequence + 1] - token > 1) return;
-    const int32_t* table = batch_.block_table + int64_t(task.sequence) * batch_.max_blocks;
+    const PagedHead head = head_of(task, attention);
+    const int64_t key_bytes = kv_tile_bytes(shape_.kv_format, head.key_dim);
+    const int64_t value_bytes = kv_tile_bytes(shape_.kv_format, head.value_dim);
+    const int64_t most = std::max<int64_t>(1, kAskedKvBytes / (key_bytes + value_bytes));
     const int64_t passed = attention.window > 0 ? std::max<int64_t>(0, position + 1 - attention.window) : 0;
-    const int64_t first = passed / kBlockTokens, end = std::min(position / kBlockTokens + 1, first + kAskedBlocks);
-    for (int64_t block = first; block < end; block++)
-        for (int side = 0; side < 2; side++) {
-            const int64_t tile = table[block] * int64_t(shape_.num_kv_heads) + task.kv_head;
-            const uint8_t* from = cache(attention.layer, side) + tile * tile_bytes_;
-            for (int64_t at = 0; at < tile_bytes_; at += 64) prefetch(from + at);
-        }
+    const int64_t first = passed / kBlockTokens;
+    const int64_t end = std::min(position / kBlockTokens + 1, first + std::min<int64_t>(kAskedTiles, most));
+    for (int64_t tile = first; tile < end; tile++) {
+        for (int64_t at = 0; at < key_bytes; at += 64) prefetch(head.key_tile(tile) + at);
+        for (int64_t at = 0; at < value_bytes; at += 64) prefetch(head.value_tile(tile) + at);
+    }
 }
+
+PagedHead Step::head_of(const AttentionTask& task, const kvl_instruction& attention) const {
+    const kvl_attention& own = attention_of(attention);
+    const int64_t key_bytes = kv_tile_bytes(shape_.kv_format, own.key_dim);
+    const int64_t value_bytes = kv_tile_bytes(shape_.kv_format, own.value_dim);
+    return {batch_.kv + own.keys_at + task.kv_head * key_bytes,
+            batch_.kv + own.values_at + task.kv_head * value_bytes,
+            batch_.block_table + int64_t(task.sequence) * batch_.max_blocks,
+            shape_.block_bytes,
+            shape_.block_tiles,
+            own.num_kv_heads * key_bytes,
+            own.num_kv_heads * value_bytes,
+            own.key_dim,
+            own.value_dim,
+            shape_.attention_softcap * kLog2E};
+}
+
+// Zeros the padding behind `width` floats of a row, which a layer with a wider output may have left there.
+static void clear_behind(float* row, int64_t width) { std::fill(row + width, row + round_up(width, kPad), 0.0f); }
 
 // Returns whether the caller wins the claim; else nothing is written.
 bool Step::attend_task(const AttentionTask& task, const kvl_instruction& instruction, Claim& claim) {
-    const int dim = shape_.head_dim, rows = task.num_rows, layer = instruction.layer;
-    const int64_t tile = task.kv_head * tile_bytes_;
-    const PagedHead head{cache(layer, 0) + tile, cache(layer, 1) + tile,
-                         batch_.block_table + int64_t(task.sequence) * batch_.max_blocks,
-                         shape_.num_kv_heads * tile_bytes_, dim, shape_.attention_softcap * kLog2E};
+    const kvl_attention& shape = attention_of(instruction);
+    const int rows = task.num_rows, dim = shape.value_dim, heads_per_kv = shape.num_heads / shape.num_kv_heads;
+    const PagedHead head = head_of(task, instruction);
     Query queries[kTileQueries];
     Partials partials[kMostGroups];
     const int each = attends_in_tiles_ ? kLanes : kAttentionRows;  // rows per group
     alignas(64) float sums[kTileQueries * kMaxHeadDim];
     std::fill(sums, sums + rows * dim, 0.0f);
     for (int g = 0; g < kMostGroups; g++) partials[g].sums = sums + g * each * dim;
-    const int64_t first = query_at(batch_.qstart[task.sequence], task.kv_head * heads_per_kv_) + task.first_row;
+    const int64_t first = query_at(shape, batch_.qstart[task.sequence], task.kv_head * heads_per_kv) + task.first_row;
     int64_t from = INT64_MAX, until = 0;
     for (int m = 0; m < rows; m++) {
-        const int64_t token = batch_.qstart[task.sequence] + (task.first_row + m) / heads_per_kv_;
+        const int64_t token = batch_.qstart[task.sequence] + (task.first_row + m) / heads_per_kv;
         const int64_t window = instruction.window, position = batch_.pos[token];
         const int64_t last = shape_.sees_ahead ? batch_.pos[batch_.qstart[task.sequence + 1] - 1] : position;
         const int64_t end = 1 + (window > 0 ? std::min(last, position + window - 1) : last);
-        queries[m] = {scratch_.queries + (first + m) * dim, scratch_.query_scale[first + m],
+        queries[m] = {scratch_.queries + (first + m) * shape.key_dim, scratch_.query_scale[first + m],
                       window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0, end};
         from = std::min(from, queries[m].from);
         until = std::max(until, end);
@@ -147,8 +204,8 @@ bool Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
     const float* sinks = vector(instruction.vector);
     const bool is_fused = does_next(instruction);
     for (int m = 0; m < rows; m++) {
-        const int64_t token = batch_.qstart[task.sequence] + (task.first_row + m) / heads_per_kv_;
-        const int64_t own = int64_t(task.kv_head) * heads_per_kv_ + (task.first_row + m) % heads_per_kv_;
+        const int64_t token = batch_.qstart[task.sequence] + (task.first_row + m) / heads_per_kv;
+        const int64_t own = int64_t(task.kv_head) * heads_per_kv + (task.first_row + m) % heads_per_kv;
         const Partials& group = partials[m / each];
         const F32 inverse = splat(share_beside(sinks ? sinks + own : nullptr, group.peak[m % each], group.weight[m % each]));
         float* const head_sums = sums + m * dim;
@@ -159,6 +216,7 @@ bool Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
             store(to + i, gates ? mul(value, sigmoid(load(gates + i))) : value);
         }
         if (is_fused) store_columns((&instruction)[1], token, own * dim, to, dim);
+        else if (own == shape.num_heads - 1) clear_behind(scratch_.attended.row(token), int64_t(shape.num_heads) * dim);
     }
     return true;
 }

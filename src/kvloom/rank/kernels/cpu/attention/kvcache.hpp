@@ -3,7 +3,8 @@
 //
 // Both forms multiply pairs: bf16 pairs give floats; int8, widened to 16 bits when loaded, times 15-bit queries and
 // probabilities gives exact integers. int8 halves the bytes that attention reads; rounding the cached numbers is its
-// only measurable loss. The largest sum is 256 dims * 32767 * 127 < 2^31.
+// only measurable loss. The largest sum of scores is 516 dims * 32767 * 127 < 2^31; queries of more dims have less than
+// 15 bits (query_peak). Sums of values have 128 keys.
 //
 // Floats are added in one of two orders (isa/pairs.hpp). A stretch is 32 dims of a key, or the 16 keys of a block.
 #pragma once
@@ -15,6 +16,8 @@ namespace kvl {
 
 constexpr float kWordPeak = 32767.0f;
 constexpr float kBytePeak = 127.0f;
+// Largest magnitude of a query's word: `dim` products with bytes do not overflow.
+inline float query_peak(int dim) { return min_of(kWordPeak, float(INT32_MAX / (127 * int64_t(dim)))); }
 constexpr float kLargestFp16 = 65504.0f;
 constexpr float kNothing = 1e-30f;  // smaller magnitudes count as zero: their inverse would not be finite
 
@@ -108,7 +111,10 @@ struct Int8Cache {
     static F32 sums(const Sum& sum) { return to_float(sum); }
 
     static float store_query(Factor* to, const float* head, int dim, float scale) {
-        return store_scaled(to, head, dim) * scale;
+        const float top = query_peak(dim), peak = peak_size(head, dim);
+        const F32 inverse = splat(peak > kNothing ? top / peak : 0.0f);
+        for (int i = 0; i < dim; i += kLanes) store_words(to + i, to_int(mul(load(head + i), inverse)));
+        return peak / top * scale;
     }
     static const Factor* factors_of(const Stored* query, int, Factor*) { return query; }
     static void store_key(uint8_t* tile, const float* head, int dim, int slot) {
@@ -146,13 +152,6 @@ struct Int8Cache {
 
     // The factor that maps the magnitude `peak` to kWordPeak; 0 if `peak` counts as zero.
     static float inverse_of(float peak) { return peak > kNothing ? kWordPeak / peak : 0.0f; }
-    // Quantises x[count] to 16 bits, the largest magnitude to kWordPeak; returns the scale.
-    static float store_scaled(Factor* to, const float* x, int count) {
-        const float peak = peak_size(x, count);
-        const F32 inverse = splat(inverse_of(peak));
-        for (int i = 0; i < count; i += kLanes) store_words(to + i, to_int(mul(load(x + i), inverse)));
-        return peak / kWordPeak;
-    }
     // Stores the scale of a token's key or value head in the tile; returns its inverse, 0 for a head of zeros.
     static float store_scale(uint8_t* tile, const float* head, int dim, int slot) {
         const uint16_t bits = float_to_fp16(min_of(peak_size(head, dim) / kBytePeak, kLargestFp16));

@@ -102,7 +102,7 @@ struct Scratch {
     Rows branch;                        // output of KVL_TO_BRANCH, not yet normalised
     Rows gates;                         // of attention, before the sigmoid; empty if no layer has such
     Rows mixed;                         // output of mixers with a state; empty if there are none
-    uint16_t* queries;                  // [num_kv_heads][tokens][heads per kv head][head_dim], as attention/kvcache.hpp
+    uint16_t* queries;                  // [num_kv_heads][tokens][heads per kv head][key_dim], as attention/kvcache.hpp
     float* query_scale;                 // one per query
     // Activations that all threads write together. Two, used in turns: an instruction may quantise the input of the
     // next linear while other threads still read that of the last one.
@@ -129,13 +129,11 @@ struct kvl_model {
     explicit kvl_model(const kvl_shape& shape) : shape(shape), pool(shape.num_threads) {}
 
     int64_t hidden_stride() const { return kvl::round_up(shape.hidden, kvl::kPad); }
-    int64_t query_width() const { return int64_t(shape.num_heads) * shape.head_dim; }
     // Index of the counter of the embeddings.
     int64_t embedding() const { return int64_t(program.size()); }
     // Counters of a thread, one an instruction and one of the embeddings: no line of the cache has those of two threads,
     // who each count at every panel.
     int64_t counters() const { return kvl::round_up(int64_t(program.size()), 8) + 8; }
-    int64_t kv_width() const { return int64_t(shape.num_kv_heads) * shape.head_dim; }
 
     const kvl_shape shape;
     kvl::Pool pool;
@@ -153,6 +151,8 @@ struct kvl_model {
     int32_t embed_linear = -1;
     int unit = KVL_NO_UNIT;
     std::vector<kvl::RopeTable> ropes;
+    std::vector<kvl_attention> attentions;
+    std::vector<int> plans;  // [attentions] number among those with other numbers of heads: these share a step's tasks
     std::vector<kvl_mixture> mixtures;
     std::vector<kvl_delta_rule> delta_rules;
     std::vector<kvl_short_conv> short_convs;

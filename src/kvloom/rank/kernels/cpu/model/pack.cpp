@@ -302,6 +302,20 @@ int32_t kvl_add_rope(kvl_model* model, const float* table, int32_t dim) {
     });
 }
 
+int32_t kvl_add_attention(kvl_model* model, const kvl_attention* attention) {
+    return kvl::or_out_of_memory([=] {
+        const std::vector<kvl_attention>& others = model->attentions;
+        const auto is_alike = [&](const kvl_attention& other) {
+            return other.num_heads == attention->num_heads && other.num_kv_heads == attention->num_kv_heads;
+        };
+        const auto first = std::find_if(others.begin(), others.end(), is_alike);
+        const int next = others.empty() ? 0 : *std::max_element(model->plans.begin(), model->plans.end()) + 1;
+        model->plans.push_back(first == others.end() ? next : model->plans[size_t(first - others.begin())]);
+        model->attentions.push_back(*attention);
+        return int32_t(others.size()) - 1;
+    });
+}
+
 int32_t kvl_set_program(kvl_model* model, const kvl_instruction* instructions, int32_t count) {
     return kvl::or_out_of_memory([=] {
         model->program.assign(instructions, instructions + count);

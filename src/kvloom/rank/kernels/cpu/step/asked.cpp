@@ -34,14 +34,17 @@ Asked::Asked(const kvl_model& model, const kvl_batch& all)
 // Works in place: every row moves towards the beginning, and rows move in ascending order, so none is overwritten
 // before it has moved.
 void Asked::gather(Scratch& scratch) const {
-    const int64_t each = model_.shape.num_heads / model_.shape.num_kv_heads, count = int64_t(tokens_.size());
+    const int64_t count = int64_t(tokens_.size());
     for (const Rows& rows : {scratch.residual, scratch.gates, scratch.mixed})
         for (int64_t i = 0; rows.stride > 0 && i < count; i++)
             std::memmove(rows.row(i), rows.row(tokens_[size_t(i)]), size_t(rows.stride) * sizeof(float));
-    for (int64_t head = 0; head < model_.shape.num_kv_heads; head++)
+    const kvl_instruction& next = model_.program[size_t(model_.last_mixer)];
+    if (next.kind != KVL_ATTENTION) return;
+    const kvl_attention& own = model_.attentions[size_t(next.layer)];
+    const int64_t each = own.num_heads / own.num_kv_heads, dim = own.key_dim;
+    for (int64_t head = 0; head < own.num_kv_heads; head++)
         for (int64_t i = 0; i < count; i++) {
             const int64_t to = (head * count + i) * each, from = (head * num_all_ + tokens_[size_t(i)]) * each;
-            const int64_t dim = model_.shape.head_dim;
             std::memmove(scratch.queries + to * dim, scratch.queries + from * dim, size_t(each * dim) * sizeof(uint16_t));
             std::memmove(scratch.query_scale + to, scratch.query_scale + from, size_t(each) * sizeof(float));
         }

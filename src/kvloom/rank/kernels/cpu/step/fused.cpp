@@ -11,7 +11,8 @@ bool Step::does_next(const kvl_instruction& instruction) const {
     const kvl_instruction* const next = &instruction + 1;
     if (!is_fused_ || next == model_.program.data() + model_.program.size()) return false;
     const bool is_linear = instruction.kind == KVL_LINEAR;
-    if (is_linear && instruction.epilogue == KVL_TO_QKV) return next->kind == KVL_ROPE_KV && next->source != KVL_NORM_ROWS;
+    if (is_linear && instruction.epilogue == KVL_TO_QKV)
+        return next->kind == KVL_ROPE_KV && next->source != KVL_NORM_ROWS && attention_of(*next).key_dim == attention_of(*next).value_dim;
     if (is_linear && instruction.epilogue == KVL_RESIDUAL) return next->kind == KVL_NORM_QUANT && has_strips(instruction, 0);
     if (next->kind != KVL_QUANT) return false;
     const Linear& reader = model_.linears[size_t(next->linear)];
@@ -19,7 +20,7 @@ bool Step::does_next(const kvl_instruction& instruction) const {
     if (is_linear && next->source == KVL_FROM_MLP && (is_gate(instruction.epilogue) || instruction.epilogue == KVL_GELU))
         return !needs_rows || has_strips(instruction, reader.padded_cols);
     if (needs_rows || instruction.kind != KVL_ATTENTION) return false;
-    return next->source == KVL_FROM_ATTENTION && shape_.head_dim % kPad == 0;
+    return next->source == KVL_FROM_ATTENTION && attention_of(instruction).value_dim % kPad == 0;
 }
 
 bool Step::is_done(const kvl_instruction& instruction) const {
@@ -53,8 +54,8 @@ bool Step::has_strips(const kvl_instruction& linear, int64_t floats) const {
 // Number of panels of a unit, the smallest output on which the next instruction can run: a head, kPad columns of the
 // next linear's input, or whole rows.
 int64_t Step::panels_of_unit(const kvl_instruction& linear) const {
-    if (linear.epilogue == KVL_TO_QKV) return shape_.head_dim / kPanel;
     const kvl_instruction& next = (&linear)[1];
+    if (linear.epilogue == KVL_TO_QKV) return attention_of(next).key_dim / kPanel;
     const int64_t panels = model_.linears[size_t(linear.linear)].panels;
     const int64_t least = kPad / (is_gate(linear.epilogue) ? kLanes : kPanel);
     if (next.kind == KVL_NORM_QUANT) return panels;
@@ -97,7 +98,7 @@ void Step::multiply_few(const kvl_instruction& instruction, Span few, const Acti
         if (!epilogue.adds) {
             epilogue.to = floats.at + (p - few.begin) * each;
             epilogue.stride = floats.stride;
-            epilogue.is_near = floats.stride <= std::max<int64_t>(kPad, shape_.head_dim);
+            epilogue.is_near = instruction.epilogue == KVL_TO_QKV || floats.stride <= kPad;
         }
         passes[p - same] = {x, rows.begin, linear.padded_cols, linear.panel(p), sums, &epilogue};
         const Way way(linear.format(p), rows.end - rows.begin, model_.unit);

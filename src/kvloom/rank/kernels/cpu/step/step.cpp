@@ -11,14 +11,14 @@ namespace kvl {
 
 Step::Step(kvl_model& model, const kvl_batch& batch)
     : model_(model), batch_(batch), shape_(model.shape), scratch_(model.scratch),
-      heads_per_kv_(model.shape.num_heads / model.shape.num_kv_heads),
-      tile_bytes_(kv_tile_bytes(model.shape.kv_format, model.shape.head_dim)),
       attends_in_tiles_(model.unit == KVL_TILES && can_attend_in_tiles(model.shape.kv_format)),
       candidates_(batch.tops, batch.num_rows, batch.max_top, model.pool.size()) {
     reserve();
     for (int64_t row = 0, count = 0; row < batch.num_rows; row++) logits_index_.push_back(batch.tops[row] ? -1 : count++);
     for (int s = 0; s < batch.num_seqs; s++) sequence_.insert(sequence_.end(), size_t(batch.qstart[s + 1] - batch.qstart[s]), s);
-    plan_attention();
+    for (size_t i = 0; i < model.attentions.size(); i++)
+        if (model.plans[i] == int(tasks_.size())) plan_attention(model.attentions[i]);
+    find_places();
     find_adapters();
     is_fused_ = batch.num_tokens >= kFusedTokens && tokens_.empty();
 }
@@ -26,24 +26,30 @@ Step::Step(kvl_model& model, const kvl_batch& batch)
 // Places the scratch memory for `tokens` tokens at `at`; returns its end.
 static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint8_t* at) {
     const int64_t hidden = model.hidden_stride(), mlp = round_up(model.shape.intermediate, kPad);
-    const int64_t queries = round_up(model.query_width(), kPad);
+    int64_t heads = 0, queries = 0, outputs = 0, key_dim = kPad;  // of the widest attention
+    for (const kvl_attention& a : model.attentions) {
+        heads = std::max<int64_t>(heads, a.num_heads);
+        queries = std::max(queries, int64_t(a.num_heads) * a.key_dim);
+        outputs = std::max(outputs, round_up(int64_t(a.num_heads) * a.value_dim, kPad));
+        key_dim = std::max<int64_t>(key_dim, a.key_dim);
+    }
     int64_t qkv = 0;
     for (const kvl_instruction& i : model.program)
         if (i.kind == KVL_LINEAR && i.epilogue == KVL_TO_QKV)
             qkv = std::max(qkv, round_up(model.linears[size_t(i.linear)].rows, kPad));
     const bool is_gated = std::any_of(model.program.begin(), model.program.end(), [](const kvl_instruction& i) { return i.is_gated != 0; });
-    const int64_t widest = s.widest = std::max({hidden, mlp, queries, widest_mixer(model)});
+    const int64_t widest = s.widest = std::max({hidden, mlp, outputs, widest_mixer(model)});
     s.residual = {take<float>(at, tokens * hidden), hidden};
     s.branch = {take<float>(at, tokens * hidden), hidden};
     s.qkv = {take<float>(at, tokens * qkv), qkv};
-    s.attended = {take<float>(at, tokens * queries), queries};
-    s.gates = {take<float>(at, is_gated ? tokens * queries : 0), is_gated ? queries : 0};
+    s.attended = {take<float>(at, tokens * outputs), outputs};
+    s.gates = {take<float>(at, is_gated ? tokens * outputs : 0), is_gated ? outputs : 0};
     s.mlp = {take<float>(at, tokens * mlp), mlp};
-    s.queries = take<uint16_t>(at, tokens * model.query_width() + kLanes * model.shape.head_dim);
-    s.query_scale = take<float>(at, tokens * model.shape.num_heads);
+    s.queries = take<uint16_t>(at, tokens * queries + kLanes * key_dim);
+    s.query_scale = take<float>(at, tokens * heads);
     for (Activations& quantised : s.quantised) quantised = take_activations(at, tokens, widest);
     s.unit.resize(size_t(model.pool.size()));
-    const int64_t unit_floats = std::max<int64_t>(kTileRows * std::max<int64_t>(kPad, model.shape.head_dim), kStripFloats);
+    const int64_t unit_floats = std::max<int64_t>(kTileRows * key_dim, kStripFloats);
     for (float*& unit : s.unit) unit = take<float>(at, unit_floats);
     s.own.resize(size_t(model.pool.size()));
     s.row.resize(size_t(model.pool.size()));
@@ -61,22 +67,6 @@ void Step::reserve() {
     scratch_.memory = HugeBuffer(lay_out(scratch_, model_, capacity, nowhere) - nowhere);
     lay_out(scratch_, model_, capacity, scratch_.memory.as());
     scratch_.capacity = capacity;
-}
-
-// Divides the query rows of each sequence and kv head (tokens x heads of its group) into tasks. The last rows of a
-// prompt see the most keys, so their tasks come first, and the short ones even out the threads' work at the end.
-void Step::plan_attention() {
-    // with few tokens a task is a single group, so that there are more tasks than threads
-    const int of_words = batch_.num_tokens >= kFusedTokens ? kTaskRows : kAttentionRows;
-    const int at_once = attends_in_tiles_ ? kTileQueries : of_words;
-    for (int s = 0; s < batch_.num_seqs; s++) {
-        const int rows = (batch_.qstart[s + 1] - batch_.qstart[s]) * heads_per_kv_;
-        const int tiles = (rows + at_once - 1) / at_once;
-        for (int tile = tiles - 1; tile >= 0; tile--) {
-            const int first = int(int64_t(rows) * tile / tiles), end = int(int64_t(rows) * (tile + 1) / tiles);
-            for (int head = 0; head < shape_.num_kv_heads; head++) tasks_.push_back({s, head, first, end - first});
-        }
-    }
 }
 
 void Step::begin(int thread) {

@@ -20,8 +20,10 @@ constexpr int kHandOutTokens = 8;
 constexpr int kPanelsTaken = 3;
 constexpr int kRowItems = 4;  // items for each thread into which work on rows is divided
 constexpr int kPanelsTogether = 16;  // panels multiplied in one call, so that the tile unit does not pause between them
-// Blocks of a context that are prefetched before attention reads them: 128 KB of bf16 keys and values of 64 dims.
-constexpr int kAskedBlocks = 32;
+// Tiles of a context that are prefetched before attention reads them: 128 KB of bf16 keys and values of 64 dims, and
+// of larger heads at most kAskedKvBytes.
+constexpr int kAskedTiles = 32;
+constexpr int64_t kAskedKvBytes = 512 << 10;
 constexpr int kFusedTokens = 64;     // from so many tokens on, instructions are fused (step/fused.cpp)
 
 // Places the scratch memory of the experts for `tokens` tokens at `at`; returns its end.
@@ -31,6 +33,12 @@ uint8_t* lay_out_experts(Scratch& s, const kvl_model& model, int64_t tokens, uin
 struct AttentionTask {
     int32_t sequence, kv_head;
     int32_t first_row, num_rows;  // row = token of the sequence * heads a kv head + head within the group
+};
+
+// Where a token is in the cache: its block, the tile there, and its place in the tile.
+struct Place {
+    uint8_t* block;
+    int tile, slot;
 };
 
 // A range [begin, end) of rows or instructions.
@@ -49,7 +57,8 @@ class Step {
 
   private:
     void reserve();
-    void plan_attention();
+    void plan_attention(const kvl_attention& shape);
+    void find_places();
     void find_adapters();
     void execute(const kvl_instruction& instruction, int thread);
     void embed(int64_t token);
@@ -102,7 +111,7 @@ class Step {
     void place_token(const kvl_instruction& instruction, int64_t token);
     template <class Cache>
     void place_head(const kvl_instruction& instruction, int64_t token, int head, float* at);
-    int64_t query_at(int64_t token, int head) const;
+    int64_t query_at(const kvl_attention& own, int64_t token, int head) const;
     float growth_at(int position) const;
     void route(const kvl_instruction& instruction, int thread);
     void score_row(const kvl_mixture& mixture, int64_t row, const float* x, int thread);
@@ -177,18 +186,23 @@ class Step {
         const bool small = is_small(batch_.num_tokens);
         return scratch_.lora.data() + (small ? batch_.num_tokens + thread * kOwnTokens : 0) * lora_stride_;
     }
-    uint8_t* cache(int layer, int side) const;
+    const kvl_attention& attention_of(const kvl_instruction& i) const { return model_.attentions[size_t(i.layer)]; }
+    const std::vector<AttentionTask>& tasks_of(const kvl_instruction& i) const {
+        return tasks_[size_t(model_.plans[size_t(i.layer)])];
+    }
+    PagedHead head_of(const AttentionTask& task, const kvl_instruction& attention) const;
+    uint8_t* key_tile(const kvl_attention& own, const Place& place, int head) const;
+    uint8_t* value_tile(const kvl_attention& own, const Place& place, int head) const;
 
     kvl_model& model_;
     const kvl_batch& batch_;
     const kvl_shape& shape_;
     Scratch& scratch_;
-    const int heads_per_kv_;
-    const int64_t tile_bytes_;  // bytes of a K or V tile
     const bool attends_in_tiles_;
     bool is_fused_ = false;  // whether instructions are fused with the one before where possible
     std::vector<int32_t> sequence_;  // [num_tokens] the sequence of each token
-    std::vector<AttentionTask> tasks_;
+    std::vector<Place> places_;      // [num_tokens]
+    std::vector<std::vector<AttentionTask>> tasks_;  // by kvl_model::plans
     std::vector<int64_t> logits_index_;  // [num_rows] index in batch.logits of a row that returns all logits, else -1
     Candidates candidates_;       // of the other rows
     std::atomic<int64_t> next_row_{0};  // the next of batch_.num_rows rows whose token is to be chosen

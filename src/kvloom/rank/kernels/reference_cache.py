@@ -1,0 +1,62 @@
+"""Keys and values of the reference backend: plain tensors, in blocks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvloom.checkpoints.families.spec import DecoderSpec
+
+
+class KvCache:
+    """Of each layer that has some, keys and values [blocks, block_size, kv_heads, dim]; int8 ones have a scale for each
+    head of a token.
+    """
+
+    def __init__(self, spec: DecoderSpec, rows: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+        """`rows`: blocks, and tokens of each."""
+        self.dtype = dtype
+        shapes = {
+            layer: [(*rows, own.num_kv_heads, dim) for dim in (own.head_dim, own.value_dim)]
+            for layer, own in spec.cached
+        }
+        self._numbers = {
+            layer: [torch.zeros(shape, dtype=self.dtype, device=device) for shape in both]
+            for layer, both in shapes.items()
+        }
+        self._scales = {
+            layer: [torch.zeros(shape[:-1], device=device) for shape in both]
+            for layer, both in shapes.items()
+            if self.dtype == torch.int8
+        }
+
+    @property
+    def layers(self) -> list[list[Any]]:
+        """See Backend.kv_layers."""
+        parts = ([*numbers, *self._scales.get(layer, ())] for layer, numbers in self._numbers.items())
+        blocks = [[part.flatten(1).view(torch.uint8) for part in layer] for layer in parts]
+        return [[part.numpy() if part.device.type == "cpu" else part for part in layer] for layer in blocks]
+
+    def extend(self, layer: int, new: tuple[Tensor, Tensor], own: Tensor, slots: Tensor) -> list[Tensor]:
+        """Write keys and values `new` [T, kv_heads, dim] to the slots `own` [T]; return what `slots` [K] hold, in the
+        computing dtype.
+        """
+        sides = range(2)
+        for side in sides:
+            self._write(layer, side, new[side], own)
+        return [self._read(layer, side, slots, new[side].dtype) for side in sides]
+
+    def _write(self, layer: int, side: int, new: Tensor, own: Tensor) -> None:
+        cache = self._numbers[layer][side].flatten(0, 1)
+        if self.dtype != torch.int8:
+            cache[own] = new.to(cache.dtype)
+            return
+        scale = (new.float().abs().amax(-1) / 127).clamp_min(1e-30)
+        self._scales[layer][side].flatten(0, 1)[own] = scale
+        cache[own] = (new.float() / scale[..., None]).round().to(torch.int8)
+
+    def _read(self, layer: int, side: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        found = self._numbers[layer][side].flatten(0, 1)[slots]
+        if self.dtype != torch.int8:
+            return found.to(dtype)
+        return (found.float() * self._scales[layer][side].flatten(0, 1)[slots][..., None]).to(dtype)
