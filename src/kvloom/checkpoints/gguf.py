@@ -1,5 +1,6 @@
 """GGUF files: metadata -> configuration, tensors as raw quantised rows."""
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,6 +54,9 @@ LAYER_NAMES = {
     "decay_bias": "ssm_dt.bias",
     "out_norm": "ssm_norm.weight",
     "out": "ssm_out.weight",
+    "mamba_in": "ssm_in.weight",
+    "conv_bias": "ssm_conv1d.bias",
+    "skip": "ssm_d",
     "router": "ffn_gate_inp.weight",
     "router_bias": "ffn_gate_inp.bias",
     "gate_experts": "ffn_gate_exps.weight",
@@ -112,7 +116,8 @@ def config_of(header: Header, file: str) -> tuple[str, dict[str, Any]]:
     if isinstance(kv_heads, list) and len(set(kv_heads) - {0}) == 1:  # 0 where a layer has no attention
         config["recurrent_layers"] = [not count for count in kv_heads]
         config["num_key_value_heads"] = max(kv_heads)
-    if arch in ("granite", "granitemoe"):
+    config["mamba_conv_bias"] = any(name.endswith(LAYER_NAMES["conv_bias"]) for name in header.tensors)
+    if arch in ("granite", "granitemoe", "granitehybrid"):
         config |= _unsaid_by_granite(config, metadata.get(f"{arch}.rope.scaling.finetuned") is not False)
     return arch, config
 
@@ -204,8 +209,9 @@ class GgufSource:
             if key not in file.header.tensors:
                 raise ModelError(f"{file.path}: tensor {key} is missing")
             found = file.header.tensors[key].shape
-            is_row = name.endswith("shared_router") and found == shape[1:]  # one row is a vector in these files
-            check_shape(key, shape if is_row else found, shape, str(file.path))
+            # vectors are rows, columns or groups in these files, and one row is a vector
+            is_vector = 1 in (len(shape), len(found)) and math.prod(found) == math.prod(shape)
+            check_shape(key, shape if is_vector else found, shape, str(file.path))
             if file.kind(key) not in KINDS:
                 known = ", ".join(kind.upper() for kind in KINDS)
                 raise ModelError(f"{file.path}: tensor {key} is {file.kind(key).upper()}; known are {known}")

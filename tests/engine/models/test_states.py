@@ -21,15 +21,21 @@ from kvloom.server.run.kvnote import kv_note
 from tests.support.engine.engines import drain, engine_over, in_process, run_all, tokens_of
 from tests.support.models.checkpoints import save, tiny_model
 
-NAME, BACKENDS = "qwen3.5", ["cpu", "reference"]
+MODELS = {  # of each mixer with a state: tiny model, and what of its configuration fits the kernels
+    "delta rule": ("qwen3.5", {"head_dim": 128}),  # of which 32 dimensions are rotated
+    "short convolution": ("lfm2", {"num_attention_heads": 2}),
+    "mamba2": ("granite 4", {"num_attention_heads": 2}),
+}
+BACKENDS = ["cpu", "reference"]
 LENGTHS = (3, 40, 90)
 LENGTH = 100  # tokens of each prompt with its answer
 NUM_BLOCKS = 40
 
 
-@pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    return tiny_model(NAME, head_dim=128)  # of which 32 dimensions are rotated
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> torch.nn.Module:
+    name, fields = MODELS[request.param]
+    return tiny_model(name, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +81,11 @@ def alone(folder, backend) -> list[list[int]]:
 
 def test_greedy_answers_are_those_of_transformers(model, folder):
     """In float32: weights and keys of the kernels are bfloat16."""
+    model.generation_config.eos_token_id = None  # answers do not end
     for length, found in zip(LENGTHS, answers(engine_over(opened(folder, "reference"))), strict=True):
         ids = torch.tensor([prompt(length)])
-        wanted = model.generate(ids, max_new_tokens=LENGTH - length, do_sample=False, pad_token_id=0)
+        seen = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}  # which prompts have, too
+        wanted = model.generate(ids, max_new_tokens=LENGTH - length, do_sample=False, **seen)
         assert found == wanted[0, length:].tolist()
 
 
@@ -157,7 +165,7 @@ def test_what_cannot_work_with_states_is_told(folder, backend, caplog):
     config = config_of(folder, backend, num_speculative_tokens=4, host_cache_bytes=1 << 20)
     with caplog.at_level(logging.WARNING):
         open_runner(config, [], lambda done, total: None)
-    assert "qwen3_5 keep states: switched off is numSpeculativeTokens, cpuMemSize" in caplog.text
+    assert "keep states: switched off is numSpeculativeTokens, cpuMemSize" in caplog.text
     told = kv_note("m", info, config)
     assert "and for 7 sequences at once, whose states of 0 MB each take up to 0 MB" in told
 

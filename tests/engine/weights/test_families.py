@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -100,6 +99,10 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by tiny mode
     "qwen2 moe": ("qwen2moe", {**QWEN_MOE, "expert_shared_feed_forward_length": 72}, {}),
     "olmoe": ("olmoe", {"expert_count": 6, "expert_used_count": 2}, {}),
     "granite moe": ("granitemoe", GRANITE | MOE, {}),
+    "granite shared": ("granitemoe", GRANITE | MOE, {}),
+    "granite 4": ("granitehybrid", GRANITE | MOE, {}),
+    "granite 4, dense, rotated": ("granitehybrid", GRANITE, {"time_step_limit": [0.0, 9.0]}),
+    "granite 4, attention alone": ("granite", GRANITE, {"position_embedding_type": "rope"}),
     "glm4 moe": ("glm4moe", {**GLM_MOE, "block_count": 4, "nextn_predict_layers": 1}, {}),
     "glm4 moe, groups, biases": (
         "glm4moe",
@@ -140,54 +143,6 @@ def test_a_gguf_file_of_each_family_gives_the_logits_of_its_model(name, tmp_path
     with torch.no_grad():
         wanted = model(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(logits_of(path), wanted, atol=2e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("name", "arch"), [("qwen3.5", "qwen35"), ("qwen3 next", "qwen3next")])
-def test_a_quantised_file_of_layers_with_a_state_is_computed_as_its_values_say(name, arch, tmp_path):
-    experts = {"expert_shared_feed_forward_length": 96, "expert_feed_forward_length": 32}
-    more = {f"{arch}__{key}": value for key, value in (QWEN_MOE | experts).items()} if name == "qwen3 next" else {}
-    model = tiny_model(name, moe_intermediate_size=32, shared_expert_intermediate_size=96, linear_value_head_dim=32)
-    path = write(tmp_path / "m.gguf", model, arch, "Q8_0", **more)
-    for key, value in model.named_parameters():
-        if value.ndim > 1 and not key.endswith(("conv1d.weight", "mlp.gate.weight", "shared_expert_gate.weight")):
-            blocks = gguf.quants.quantize(value.detach().numpy(), gguf.GGMLQuantizationType.Q8_0)
-            value.data = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0))
-    with torch.no_grad():
-        wanted = model(torch.tensor([TOKENS])).logits[0]
-    torch.testing.assert_close(logits_of(path), wanted, atol=2e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"linear_num_value_heads": 3}, "linear_num_value_heads 3 is no multiple of linear_num_key_heads 2"),
-        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be 2 to 8, got 1"),
-        ({"linear_inner_size": 66}, "66 channels cannot be shared by 4 value heads"),
-        ({"layer_types": None, "recurrent_layers": [True]}, "recurrent_layers must name 4 layers"),
-        (
-            {"layer_types": ["sliding_attention"] * 4},
-            "layer_types must name 4 layers, each linear_attention or full_attention",
-        ),
-    ],
-)
-def test_sizes_of_a_delta_rule_that_cannot_be_are_named(fields, told):
-    config = {**tiny_model("qwen3.5").config.to_dict(), **fields}
-    with pytest.raises(ModelError, match=told):
-        FAMILIES["Qwen3_5ForCausalLM"].spec(config)
-
-
-def test_of_qwen3_5_that_sees_the_text_is_served(tmp_path):
-    model = tiny_model("qwen3.5")
-    text = {**model.config.to_dict(), "model_type": "qwen3_5_text"}
-    sight = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=sight)
-    torch.manual_seed(0)
-    whole = transformers.Qwen3_5ForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        wanted = whole(torch.tensor([TOKENS])).logits[0]
-    checkpoint = open_checkpoint(save(whole, tmp_path))
-    assert checkpoint.unread == ()
-    torch.testing.assert_close(logits_of(checkpoint.path), wanted, atol=2e-4, rtol=1e-4)
 
 
 def test_a_file_says_that_its_tokens_see_those_behind_them(tmp_path):

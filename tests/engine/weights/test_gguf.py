@@ -16,7 +16,7 @@ from kvloom.checkpoints.gguf_types import GGUF_TYPES
 from kvloom.checkpoints.quantized.numbers import LEVELS
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels.reference import ReferenceBackend
-from tests.support.models import delta_gguf
+from tests.support.models import delta_gguf, mamba_gguf
 from tests.support.models.checkpoints import run_step, tiny_model
 
 TOKENS = [5, 9, 1, 77, 30, 2, 2, 101]
@@ -70,7 +70,8 @@ NAMES = {
 }
 
 
-PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
+PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid")
+STATES = ("conv", "linear_attention")  # kinds of layers without attention
 GEMMA = ("gemma", "gemma2", "gemma3", "gemma-embedding")
 
 
@@ -96,6 +97,9 @@ def tensors_of(model: Any, arch: str) -> Iterator[tuple[str, np.ndarray[Any, Any
         data = value.numpy()
         if ".linear_attn." in key:
             yield from delta_gguf.converted(model.config, arch, key.split(".")[2], key.split(".linear_attn.")[1], data)
+            continue
+        if ".mamba." in key or ".shared_mlp." in key:
+            yield from mamba_gguf.converted(model.config, key, data)
             continue
         if ".experts." not in key:
             yield key, data[:, 0] if key.endswith("conv.conv.weight") else data
@@ -123,8 +127,9 @@ def write(path: Path, model: Any, arch: str, quantised: str | None = None, **met
     widths = [value.shape[0] for key, value in model.state_dict().items() if key.endswith("feed_forward.w1.weight")]
     writer.add_feed_forward_length(widths[0] if widths else config.intermediate_size)  # LFM2's is adjusted
     writer.add_head_count(config.num_attention_heads)
-    counts = [config.num_key_value_heads * (kind != "conv") for kind in getattr(config, "layer_types", None) or []]
-    writer.add_head_count_kv(counts if 0 in counts else config.num_key_value_heads)
+    counts = [config.num_key_value_heads * (kind not in STATES) for kind in getattr(config, "layer_types", None) or []]
+    is_hybrid = 0 in counts and arch not in delta_gguf.ARCHITECTURES
+    writer.add_head_count_kv(counts if is_hybrid else config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.norm_eps if arch.startswith("lfm2") else config.rms_norm_eps)
     ropes = config.rope_parameters
     writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
@@ -132,6 +137,8 @@ def write(path: Path, model: Any, arch: str, quantised: str | None = None, **met
         writer.add_key_length(config.head_dim)
     if arch in delta_gguf.ARCHITECTURES:
         metadata = delta_gguf.metadata_of(config, arch) | metadata
+    if arch in mamba_gguf.ARCHITECTURES:
+        metadata = mamba_gguf.metadata_of(config, arch) | metadata
     for key, value in metadata.items():
         kind = gguf.GGUFValueType.get_type(value)
         writer.add_key_value(key.replace("__", "."), value, kind, _item_kind(value))

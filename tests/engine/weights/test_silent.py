@@ -8,7 +8,7 @@ import transformers
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.families import FAMILIES, family_of
-from kvloom.checkpoints.families.mixers import ShortConv
+from kvloom.checkpoints.families.mixers import Mamba2, ShortConv
 from kvloom.checkpoints.gguf import config_of
 from kvloom.checkpoints.metadata import Header, TensorInfo, config_keys
 from kvloom.contract.errors import ModelError
@@ -115,6 +115,12 @@ def test_a_folder_that_says_only_its_sizes_is_what_transformers_makes_of_it(name
         if isinstance(mixer, ShortConv):
             assert (mixer.size, mixer.conv_width) == (theirs.hidden_size, theirs.conv_L_cache)
             continue
+        if isinstance(mixer, Mamba2):
+            sizes = (theirs.mamba_n_heads, theirs.mamba_d_head, theirs.mamba_d_state, theirs.mamba_n_groups)
+            assert (mixer.num_heads, mixer.head_dim, mixer.state_dim, mixer.num_groups) == sizes
+            assert (mixer.conv_width, mixer.has_conv_bias) == (theirs.mamba_d_conv, theirs.mamba_conv_bias)
+            assert (mixer.least_step, mixer.most_step) == theirs.time_step_limit
+            continue
         assert (mixer.num_k_heads, mixer.num_v_heads) == (theirs.linear_num_key_heads, theirs.linear_num_value_heads)
         assert (mixer.k_dim, mixer.v_dim) == (theirs.linear_key_head_dim, theirs.linear_value_head_dim)
         assert mixer.conv_width == theirs.linear_conv_kernel_dim
@@ -123,13 +129,12 @@ def test_a_folder_that_says_only_its_sizes_is_what_transformers_makes_of_it(name
     if name not in ("GptOssForCausalLM", "Ministral3ForCausalLM"):  # silent, they have YaRN there; no file is
         for index, mixer in spec.attention:
             assert mixer.rope is None or mixer.rope.inv_freq[1] == pytest.approx(thetas[index] ** (-2 / mixer.rope.dim))
-    own = spec.attention[0][1]
-    assert own.num_kv_heads == theirs.num_key_value_heads
+    head_dim = getattr(theirs, "head_dim", None) or 1024 // 32
+    for _, mixer in spec.attention:
+        assert (mixer.num_kv_heads, mixer.head_dim) == (theirs.num_key_value_heads, head_dim)
     assert spec.norm_eps == (theirs.norm_eps if name.startswith("Lfm2") else theirs.rms_norm_eps)
     assert spec.max_seq_len == theirs.max_position_embeddings
     assert spec.tie_embeddings == theirs.tie_word_embeddings
-    head_dim = getattr(theirs, "head_dim", None) or 1024 // 32
-    assert own.head_dim == head_dim
 
 
 @pytest.mark.parametrize("fields", [{"conv_bias": True}, {"use_expert_bias": False}])

@@ -42,6 +42,8 @@ GROWING |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 LOCAL, FULL = "sliding_attention", "full_attention"
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+MULTIPLIERS = {"embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4}
+MULTIPLIERS |= {"logits_scaling": 3.0}
 
 TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -104,15 +106,7 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.5}, "sliding_window": 11}),
     "phi3, long rope": ("Phi3", {"original_max_position_embeddings": 16, "rope_parameters": longrope(16)}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4}),
-    "granite": (
-        "Granite",
-        {
-            "embedding_multiplier": 6.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 3.0,
-        },
-    ),
+    "granite": ("Granite", MULTIPLIERS),
     "olmo2": ("Olmo2", {}),
     "olmo3": (
         "Olmo3",
@@ -136,16 +130,7 @@ TINY_MODELS |= {
     ),
     "qwen2 moe": ("Qwen2Moe", {**QWEN_EXPERTS, "shared_expert_intermediate_size": 72}),
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "eos_token_id": 1}),
-    "granite moe": (
-        "GraniteMoe",
-        {
-            **EXPERTS,
-            "embedding_multiplier": 6.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 3.0,
-        },
-    ),
+    "granite moe": ("GraniteMoe", {**EXPERTS, **MULTIPLIERS}),
     "glm4 moe": ("Glm4Moe", {**GLM_EXPERTS, "num_hidden_layers": 3, "use_qk_norm": True}),
     "glm4 moe, groups, biases": (
         "Glm4Moe",
@@ -200,6 +185,30 @@ TINY_MODELS |= {
     ),
     "lfm2 moe": ("Lfm2Moe", {**SHORT, **QWEN_EXPERTS, "num_dense_layers": 1, **TIED}),
 }
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2, "num_hidden_layers": 4}
+MAMBA |= {**MULTIPLIERS, "layer_types": [STATE, FULL, STATE, STATE], "initializer_range": 0.2}
+TINY_MODELS |= {
+    "granite shared": ("GraniteMoeShared", {**EXPERTS, **MULTIPLIERS, "shared_intermediate_size": 72}),
+    "granite 4": ("GraniteMoeHybrid", {**MAMBA, **EXPERTS, "shared_intermediate_size": 72}),
+    "granite 4, dense, rotated": (
+        "GraniteMoeHybrid",
+        {
+            **MAMBA,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 1,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 3,
+            "time_step_limit": [0.1, 1.0],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite 4, attention alone": (
+        "GraniteMoeHybrid",
+        {**MAMBA, "layer_types": [FULL] * 4, "num_local_experts": 0, "shared_intermediate_size": 96},
+    ),
+}
 VOCAB_SIZE = 128
 BASE = {
     "hidden_size": 64,
@@ -228,7 +237,7 @@ def tiny_model(name: str, **fields: Any) -> transformers.PreTrainedModel:
             torch.nn.init.normal_(parameter, std=0.2)
         elif key.endswith("A_log"):  # decays of all kinds, none of which forgets at once
             torch.nn.init.uniform_(parameter, -4.0, 0.5)
-        elif key.endswith(("bias", "sinks")):
+        elif key.endswith(("bias", "sinks", ".D")):
             torch.nn.init.normal_(parameter)
         elif ".experts." in key or ".router." in key or ".gate.weight" in key:
             torch.nn.init.normal_(parameter, std=BASE["initializer_range"])  # transformers initialises some to zero

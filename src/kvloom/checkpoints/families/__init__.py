@@ -6,14 +6,14 @@ from kvloom.checkpoints.families.known.ernie import ERNIE, ERNIE_MOE
 from kvloom.checkpoints.families.known.exaone import EXAONE4
 from kvloom.checkpoints.families.known.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
 from kvloom.checkpoints.families.known.glm import GLM, GLM4, GLM4_MOE
-from kvloom.checkpoints.families.known.granite import GRANITE
+from kvloom.checkpoints.families.known.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_GGUF, GRANITE_SHARED
+from kvloom.checkpoints.families.known.granite_hybrid import GRANITE_HYBRID, GRANITE_HYBRID_GGUF
 from kvloom.checkpoints.families.known.hunyuan import HUNYUAN
 from kvloom.checkpoints.families.known.lfm2 import LFM2, LFM2_GGUF, LFM2_MOE
 from kvloom.checkpoints.families.known.llama import LLAMA, SMOLLM3
 from kvloom.checkpoints.families.known.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from kvloom.checkpoints.families.known.mixtures import (
     GPT_OSS,
-    GRANITE_MOE,
     MIXTRAL,
     OLMOE,
     QWEN2_MOE,
@@ -71,6 +71,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen3NextForCausalLM": QWEN3_NEXT,
     "OlmoeForCausalLM": OLMOE,
     "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": GRANITE_SHARED,
+    "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "GptOssForCausalLM": GPT_OSS,
     "LlamaModel": LLAMA,  # without a head from here on: they make embeddings
     "MistralModel": MISTRAL,
@@ -110,7 +112,8 @@ FAMILIES: dict[str, Family] = {
     "qwen35moe": QWEN3_5_MOE_GGUF,
     "qwen3next": QWEN3_NEXT_GGUF,
     "olmoe": OLMOE,
-    "granitemoe": GRANITE_MOE,
+    "granitemoe": GRANITE_MOE_GGUF,
+    "granitehybrid": GRANITE_HYBRID_GGUF,
     "gpt-oss": GPT_OSS,
 }
 

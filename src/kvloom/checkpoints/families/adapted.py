@@ -22,7 +22,12 @@ from kvloom.checkpoints.source import RawTensor, Tensor, WeightSource, as_rows
 from kvloom.contract.errors import ModelError
 
 Shapes = dict[str, tuple[int, ...]]
-_FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # rows in this order
+_FUSED = {  # rows in this order
+    "qkv": ("q", "k", "v"),
+    "gate_up": ("gate", "up"),
+    "shared_gate_up": ("shared_gate", "shared_up"),
+    "mamba_in": ("gate_in", "conv_in", "decay_in"),
+}
 _WHOLES = _FUSED | PICKED
 _DECAY = ".decay"
 _PLAIN_NORM = "out_norm"  # has no offset in any file

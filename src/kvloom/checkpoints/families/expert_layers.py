@@ -19,12 +19,13 @@ _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 @dataclass(frozen=True, slots=True)
 class Mixture:
     """Properties of experts that a family fixes; see Experts. `weighs_chosen`: None = the value of norm_topk_prob.
-    `shared`: an MLP for all tokens, weighted by a sigmoid, or plain, as wide as the configuration's number of experts.
+    `shared`: an MLP for all tokens, weighted by a sigmoid, or plain, as wide as the configuration's number of experts,
+    or plain and of a size of its own.
     """
 
     weighs_chosen: bool | None = True
     has_bias: bool = False
-    shared: Literal["", "weighted", "plain"] = ""
+    shared: Literal["", "weighted", "plain", "sized"] = ""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     has_correction: bool = False
     is_optional: bool = False  # files of dense models may state 0 experts
@@ -85,8 +86,11 @@ def _groups(config: Mapping[str, Any], number: int, per_token: int) -> tuple[int
 
 def _shared(config: Mapping[str, Any], mixture: Mixture, size: int) -> int:
     """Channels of the MLP that all tokens pass; 0 = none."""
-    if mixture.shared == "weighted":
-        return count(config, "shared_expert_intermediate_size")
+    own = "shared_expert_intermediate_size"
+    if mixture.shared == "weighted" or (mixture.shared == "sized" and config.get(own)):
+        return count(config, own)
+    if mixture.shared == "sized":
+        return 0
     key = next((key for key in _SHARED if config.get(key) is not None), None)
     if not mixture.shared or key is None or config[key] == 0:
         return 0

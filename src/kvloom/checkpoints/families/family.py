@@ -57,6 +57,9 @@ class Family:
     )  # of a layer's tensors in folders, where they are not Llama's
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # the same of GGUF files
     defaults: Mapping[str, Any] = field(default_factory=dict)  # where the configuration is silent
+    translated: Callable[[Mapping[str, Any]], dict[str, Any]] = (
+        _no_fields  # keys of its own as those that are read here
+    )
     fields: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_fields  # of DecoderSpec, that it alone computes
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
@@ -66,6 +69,7 @@ class Family:
         config = {**self.defaults, **config}
         is_tied = flag(config, "tie_word_embeddings")  # of a model that sees: where either part says so
         config |= _text_part(config)
+        config |= self.translated(config)
         hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
         kv_heads = count(config, "num_key_value_heads", heads)
         head_dim = count(config, "head_dim", hidden // heads)

@@ -1,15 +1,18 @@
 """Layers with a state among those with attention: which they are, and their sizes, from a configuration."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvloom.checkpoints.families.mixers import DeltaRule, Recurrent, ShortConv
+from kvloom.checkpoints.families.mixers import DeltaRule, Mamba2, Recurrent, ShortConv
 from kvloom.checkpoints.families.spec import Layer
-from kvloom.checkpoints.families.values import count, short
+from kvloom.checkpoints.families.values import count, flag, short
 from kvloom.contract.errors import ModelError
 
 FULL = "full_attention"
+_OLDER = {"mamba": "linear_attention", "attention": FULL}  # names of the same before transformers 5
+_TAGGED, _ENDLESS = {"__float__": "Infinity"}, math.inf  # as transformers writes it
 MAX_WIDTH = 8  # tokens of a convolution
 
 
@@ -19,6 +22,7 @@ def hybrid_layers(layers: Sequence[Layer], config: Mapping[str, Any], kind: str,
     """
     types, flags, listed = (config.get(key) for key in ("layer_types", "recurrent_layers", "full_attn_idxs"))
     if types is not None:
+        types = [_OLDER.get(name, name) for name in types] if isinstance(types, list) else types
         if not isinstance(types, list) or len(types) != len(layers) or not set(types) <= {kind, FULL}:
             problem = f"must name {len(layers)} layers, each {kind} or {FULL}, got {short(types)}"
             raise ModelError(f"configuration: layer_types {problem}")
@@ -36,6 +40,60 @@ def hybrid_layers(layers: Sequence[Layer], config: Mapping[str, Any], kind: str,
 def short_conv(config: Mapping[str, Any]) -> ShortConv:
     """Raises ModelError."""
     return ShortConv(count(config, "hidden_size"), _width(config, "conv_L_cache"))
+
+
+def mamba2(config: Mapping[str, Any]) -> Mamba2:
+    """Raises ModelError."""
+    num_heads, groups = count(config, "mamba_n_heads"), count(config, "mamba_n_groups", 1)
+    size = config.get("mamba_d_ssm")
+    size = (
+        count(config, "mamba_expand") * count(config, "hidden_size") if size is None else count(config, "mamba_d_ssm")
+    )
+    if size % num_heads or num_heads % groups:
+        problem = f"{size} channels in {num_heads} heads (mamba_n_heads) in {groups} groups (mamba_n_groups)"
+        raise ModelError(f"configuration: {problem} cannot be")
+    if config.get("mamba_d_head") not in (None, "auto", size // num_heads):
+        raise ModelError(
+            f"configuration: mamba_d_head must be {size // num_heads}, got {short(config['mamba_d_head'])}"
+        )
+    if flag(config, "mamba_proj_bias"):
+        raise ModelError("Mamba-2 with mamba_proj_bias is not supported")
+    return Mamba2(
+        num_heads,
+        size // num_heads,
+        count(config, "mamba_d_state"),
+        groups,
+        _width(config, "mamba_d_conv"),
+        flag(config, "mamba_conv_bias", default=True),
+        flag(config, "mamba_rms_norm", default=True),
+        *_limits(config.get("time_step_limit")),
+    )
+
+
+def mamba2_names(module: str) -> dict[str, str]:
+    """Of a mixer's tensors in folders, by the name of its module in a layer."""
+    tensors = {
+        "conv": "conv1d.weight",
+        "conv_bias": "conv1d.bias",
+        "decay": "A_log",
+        "decay_bias": "dt_bias",
+        "skip": "D",
+    }
+    tensors |= {"mamba_in": "in_proj.weight", "out_norm": "norm.weight", "out": "out_proj.weight"}
+    return {name: f"{module}.{tensor}" for name, tensor in tensors.items()}
+
+
+def _limits(given: object) -> tuple[float, float]:
+    """Bounds of Mamba-2's step. Raises ModelError."""
+    pair = [0.0, math.inf] if given is None else given
+    numbers = [_ENDLESS if one == _TAGGED else one for one in pair] if isinstance(pair, list | tuple) else []
+    if (
+        len(numbers) != 2
+        or not all(isinstance(one, int | float) for one in numbers)
+        or not 0 <= numbers[0] <= numbers[1]
+    ):
+        raise ModelError(f"configuration: time_step_limit must be two numbers in order, got {short(given)}")
+    return float(numbers[0]), float(numbers[1])
 
 
 def _width(config: Mapping[str, Any], key: str) -> int:

@@ -1,10 +1,9 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Granite-MoE, gpt-oss."""
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, gpt-oss."""
 
 from dataclasses import replace
 
 from kvloom.checkpoints.families.expert_layers import Mixture
 from kvloom.checkpoints.families.family import Family
-from kvloom.checkpoints.families.known.granite import GRANITE
 from kvloom.checkpoints.families.known.qwen import QWEN2, QWEN3
 
 PLAIN_SHARED = {  # names in DeepSeek's folders and those of the same make
@@ -46,17 +45,6 @@ OLMOE = Family(
     qk_norm="row",
     mixture=Mixture(weighs_chosen=None),
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-)
-GRANITE_MOE = replace(
-    GRANITE,
-    name="granitemoe",
-    mixture=Mixture(),
-    stacking="gate_up",
-    names={
-        "router": "block_sparse_moe.router.layer.weight",
-        "gate_up_experts": "block_sparse_moe.input_linear.weight",
-        "down_experts": "block_sparse_moe.output_linear.weight",
-    },
 )
 GPT_OSS = Family(
     "gpt-oss",
