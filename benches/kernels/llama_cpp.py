@@ -42,7 +42,8 @@ def ours(backend: CpuBackend, steps: int) -> dict[str, float]:
         found[f"decode_{count}"] = count * steps / (time.perf_counter() - begun_s)
     ids = np.random.default_rng(0).integers(0, backend.spec.vocab_size, PROMPT).astype(np.int32)
     table = np.arange(PROMPT // BLOCK_TOKENS, dtype=np.int32)[None]
-    batch = Ragged(ids, np.arange(PROMPT, dtype=np.int32), np.array([0, PROMPT], np.int32), table)
+    bounds = np.array([0, PROMPT], np.int32)
+    batch = Ragged(ids, np.arange(PROMPT, dtype=np.int32), bounds, table, places=bounds[:1])
     last = np.array([PROMPT - 1], np.int32)
     backend.step(batch, last, [0])
     begun_s = time.perf_counter()

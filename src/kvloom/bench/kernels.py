@@ -37,7 +37,7 @@ def decode_args(backend: CpuBackend, batch: int) -> tuple[Ragged, Ints]:
     table = random.permutation(np.arange(batch * width, dtype=np.int32)).reshape(batch, width)
     ids = random.integers(0, backend.spec.vocab_size, batch, np.int32)
     pos, every = np.full(batch, CONTEXT, np.int32), np.arange(batch + 1, dtype=np.int32)
-    return Ragged(ids, pos, every, table), every[:-1]
+    return Ragged(ids, pos, every, table, places=every[:-1]), every[:-1]
 
 
 def decode_step(backend: CpuBackend, batch: int) -> Callable[[], object]:
@@ -54,7 +54,7 @@ def prefill(backend: CpuBackend) -> Callable[[], object]:
     def run() -> None:
         for at in range(0, PREFILL, CHUNK):
             pos = np.arange(at, at + CHUNK, dtype=np.int32)
-            backend.step(Ragged(ids[at : at + CHUNK], pos, qstart, table), last, [0])
+            backend.step(Ragged(ids[at : at + CHUNK], pos, qstart, table, places=qstart[:1]), last, [0])
 
     return run
 
