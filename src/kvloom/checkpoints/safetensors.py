@@ -125,14 +125,17 @@ class SafetensorsSource:
         kinds = {key: entry.kind for key, (_, _, entry) in self._tensors.items()}
         for name, shape in self._shapes.items():
             key = self._key(name)
-            if scheme is not None and len(shape) == 2 and marks(scheme, kinds, key.removesuffix(".weight")):
-                self._packed[name] = self._open_packed(scheme, name, folder)
-                continue
-            if scheme is not None and len(shape) > 2 and marks(scheme, kinds, key.removesuffix(".weight")):
-                problem = f"{key.removesuffix('.weight')} is quantised and holds all experts of its layer"
-                raise ModelError(f"{folder}: {problem}; quantised experts need tensors of their own, or GGUF")
+            module = key.removesuffix(".weight")
+            own = scheme.of(module) if scheme is not None else None
+            if own is not None and marks(own, kinds, module):
+                if len(shape) > 2:
+                    problem = f"{module} is quantised and holds all experts of its layer"
+                    raise ModelError(f"{folder}: {problem}; quantised experts need tensors of their own, or GGUF")
+                if len(shape) == 2:
+                    self._packed[name] = self._open_packed(own, name, folder)
+                    continue
             is_linear = len(shape) == 2 and name != "embed"
-            if scheme and is_linear and any(one.applies(key.removesuffix(".weight")) for one in scheme.rotations):
+            if own and is_linear and any(one.applies(module) for one in own.rotations):
                 raise ModelError(f"{folder}: tensor {key} is rotated and not quantised, which is not supported")
             self._check(key, shape, ("U8",) if name.endswith(_BYTES) else FLOATS)
 

@@ -73,11 +73,13 @@ REFUSED = {
         "quant_method": "compressed-tensors", "format": "marlin-24",
     },
     "format None is not supported": {"quant_method": "compressed-tensors"},
-    "config_groups of 2 kinds of weights is not supported; one is": {
+    "config_groups.b: targets must be names of linears": {
         "quant_method": "compressed-tensors", "format": "pack-quantized",
-        "config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}},
+        "config_groups": {
+            "a": {"weights": {"num_bits": 8}}, "b": {"weights": {"num_bits": 4}, "targets": ["re:(.*)*"]},
+        },
     },
-    "config_groups of 0 kinds of weights is not supported": {
+    "config_groups has no group with weights": {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {"weights": None}},
     },
     "config_groups must be an object": {
@@ -208,12 +210,45 @@ def test_a_folder_that_is_not_quantised_has_no_scheme():
         (["re:model.layers.1$"], "model.layers.10.mlp.down_proj", False),
         (["down_proj", "a"], "model.layers.0.mlp.down_proj", False),
         (["model.layers.0.mlp.down_proj"], "model.layers.0.mlp.down_proj", True),
+        ([r"re:.*layers\.(?:0|11)\.mlp\.(up|down)_proj$"], "model.layers.0.mlp.down_proj", True),
+        ([r"re:.*layers\.(?:0|11)\.mlp\.(up|down)_proj$"], "model.layers.1.mlp.down_proj", False),
+        ([r"re:^model\.layers\.\d+\..*_proj$"], "model.layers.10.mlp.down_proj", True),
+        (["re:.*layers.[0-4].*"], "model.layers.5.mlp.down_proj", False),
     ],
 )
 def test_which_linears_a_rotation_is_of(targets, module, expected):
     (rotation,) = scheme_of({"quantization_config": rotated("input", targets=targets)}, "config.json").rotations
     assert rotation.applies(module) is expected
     assert not Rotation("R4", rotation.targets, rotation.targets, None).applies(module)
+
+
+TWO_KINDS = {
+    "a": {"targets": ["Linear", "m.layers.2.mlp.up"], "weights": {"num_bits": 4}},
+    "b": {"targets": ["re:.*mlp.*"], "weights": {"num_bits": 8}},
+    "c": {"targets": ["m.layers.1.mlp.up"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 64}},
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "bits", "group"),
+    [
+        ("m.layers.0.q", 4, None),
+        ("m.layers.0.mlp.up", 8, None),
+        ("m.layers.1.mlp.up", 4, 64),
+        ("m.layers.2.mlp.up", 4, None),
+    ],
+)
+def test_a_name_goes_before_an_expression_and_an_expression_before_all_linears(module, bits, group):
+    """match_targets of compressed-tensors 0.20."""
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": TWO_KINDS}
+    own = scheme_of({"quantization_config": config}, "config.json").of(module)
+    assert (own.bits, own.group) == (bits, group)
+
+
+def test_a_linear_that_no_target_names_is_not_quantised():
+    groups = {name: TWO_KINDS[name] for name in ("b", "c")}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    assert scheme_of({"quantization_config": config}, "config.json").of("m.layers.0.q") is None
 
 
 def test_a_rotation_must_fit_the_inputs():

@@ -43,10 +43,15 @@ def blocks_of_48(rows: int, cols: int) -> tuple[int, int]:
     return -(-rows // 48), -(-cols // 48)
 
 
+def group_of(form: str, **weights: Any) -> dict[str, Any]:
+    """A group that names its format."""
+    (group,) = group_config(form, **weights)["config_groups"].values()
+    return {**group, "format": form}
+
+
 def mixed(**weights: Any) -> dict[str, Any]:
     """Two groups of the same weights, whose formats are theirs."""
-    (group,) = group_config("pack-quantized", **weights)["config_groups"].values()
-    groups = {name: {**group, "format": "pack-quantized"} for name in ("a", "b")} | {"c": {"targets": ["x"]}}
+    groups = {name: group_of("pack-quantized", **weights) for name in ("a", "b")} | {"c": {"targets": ["x"]}}
     return {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
 
 
@@ -232,6 +237,35 @@ def test_its_matrices_keep_their_values(written):
         if raw.form:
             found = np.concatenate([values_of(raw.form, numbers) for _, numbers in raw.number_pieces()])
             assert np.allclose(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def of_two_kinds(
+    base: str, shape: tuple[int, int], dice: torch.Generator
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    write = fp8(lambda rows, cols: (rows, 1)) if ".mlp." in base else compressed(4, 32)
+    return write(base, shape, dice)
+
+
+def test_a_folder_of_two_kinds_of_matrices(tmp_path):
+    """As llm-compressor writes two of its schemes in one recipe."""
+    groups = {
+        "mlp": {**group_of("float-quantized", num_bits=8, type="float", strategy="channel"), "targets": ["re:.*mlp.*"]},
+        "others": group_of("pack-quantized", num_bits=4, strategy="group", group_size=32),
+    }
+    config = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    model = wide_model()
+    checkpoint = open_checkpoint(write_folder(model, tmp_path, Format(config, of_two_kinds)))
+    assert checkpoint.unread == ()
+    assert [checkpoint.weights.form(f"layers.0.{part}") for part in ("q", "o", "up", "down")] == [
+        "int4",
+        "int4",
+        "",
+        "",
+    ]
+    with torch.no_grad():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    found = run_step(ReferenceBackend(checkpoint.spec, checkpoint.weights, 4), [TOKENS], [[2]])
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
 
 
 def damaged(folder: Path, change: Any) -> Path:

@@ -9,12 +9,29 @@ from dataclasses import dataclass
 
 from kvloom.contract.errors import ModelError
 
-TARGET = re.compile(r"Linear|(re:(\.\*)?)?[\w.]*\w\$?")  # of compressed-tensors; other patterns could take for ever
+_WORD = r"(?:\w|\.|\\\.)+"
+_PART = rf"\w|-|\\d[*+]?|\\\.|\.[*+]?|\[\w-\w\][*+]?|\((?:\?:)?{_WORD}(?:\|{_WORD})*\)|\^|\$"
+_TARGET = re.compile(rf"[\w.]+|re:(?:{_PART})*")
+_MOST_REPEATS = 4
+
+
+def is_target(text: str) -> bool:
+    """Whether it names linears as compressed-tensors does: by their whole name, "Linear" for all, or a regular
+    expression behind "re:" that cannot take for ever: nothing is repeated within what is repeated.
+    """
+    return _TARGET.fullmatch(text) is not None and sum(text.count(mark) for mark in "*+") <= _MOST_REPEATS
+
+
+def is_meant(module: str, target: str) -> bool:
+    """Whether a target names the linear `module`. Expressions match from the beginning on."""
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), module) is not None
+    return target in ("Linear", module)
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """`targets`, `ignore`: as TARGET says. `size`: inputs that are rotated together; None = all of a linear's."""
+    """`targets`, `ignore`: see is_target. `size`: inputs that are rotated together; None = all of a linear's."""
 
     name: str
     targets: tuple[str, ...]
@@ -22,7 +39,7 @@ class Rotation:
     size: int | None
 
     def applies(self, module: str) -> bool:
-        return _matches(module, self.targets) and not _matches(module, self.ignore)
+        return _any_means(self.targets, module) and not _any_means(self.ignore, module)
 
     def size_of(self, module: str, cols: int) -> int:
         """Inputs of the linear `module` that are rotated together. Raises ModelError."""
@@ -32,16 +49,5 @@ class Rotation:
         return size
 
 
-def _matches(module: str, targets: Sequence[str]) -> bool:
-    """Regular expressions match from the beginning on, other names the whole name."""
-    for target in targets:
-        name = target.removeprefix("re:").removeprefix(".*").removesuffix("$")
-        if not target.startswith("re:"):
-            found = target in ("Linear", module)
-        elif target.startswith("re:.*"):
-            found = module.endswith(name) if target.endswith("$") else name in module
-        else:
-            found = module == name if target.endswith("$") else module.startswith(name)
-        if found:
-            return True
-    return False
+def _any_means(targets: Sequence[str], module: str) -> bool:
+    return any(is_meant(module, target) for target in targets)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvloom.checkpoints.fields import unknown_field
-from kvloom.checkpoints.quantized.rotations import TARGET, Rotation
+from kvloom.checkpoints.quantized.rotations import Rotation, is_meant, is_target
 from kvloom.contract.errors import ModelError
 
 _METHODS = ("awq", "gptq", "auto-round", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4")
@@ -75,6 +75,14 @@ class Scheme:
     blocks: tuple[int, int] | None = None  # of fp8: [out, in] weights that share a scale
     per_token: bool = False  # activations are meant to have 8 bits, and one scale a token
     rotations: tuple[Rotation, ...] = ()  # of inputs of linears
+    # (target, its scheme) where a folder has several; the first that names a matrix holds
+    by_target: tuple[tuple[str, "Scheme"], ...] = ()
+
+    def of(self, module: str) -> "Scheme | None":
+        """The scheme of the matrix `module`; None = it is not quantised."""
+        if not self.by_target:
+            return self
+        return next((own for target, own in self.by_target if is_meant(module, target)), None)
 
 
 def scheme_of(config: Mapping[str, Any], file: str) -> Scheme | None:
@@ -160,7 +168,7 @@ class _Fields:
     def targets(self, name: str) -> tuple[str, ...]:
         value = self._values.get(name) or []
         value = [value] if isinstance(value, str) else value
-        if not isinstance(value, list) or not all(isinstance(one, str) and TARGET.fullmatch(one) for one in value):
+        if not isinstance(value, list) or not all(isinstance(one, str) and is_target(one) for one in value):
             raise self.refused(name, f"must be names of linears, 're:.*name$' or 'Linear', got {value!r:.80}")
         return tuple(value)
 
@@ -216,15 +224,23 @@ def _compressed(fields: _Fields) -> Scheme | None:
     if fields.get("format") == _DENSE and not fields.get("config_groups"):
         return None  # the cache alone is quantised
     format = fields.one_of("format", (*_COMPRESSED, _MIXED), None)
-    schemes = {}
+    found = []
     for group in fields.each("config_groups"):
         group.only_known("targets", "weights", "input_activations", "output_activations", "format")
         if group.get("weights"):
             own = group.one_of("format", tuple(_COMPRESSED), None if format == _MIXED else format)
-            schemes[_compressed_group(group, _COMPRESSED[own])] = group
-    if len(schemes) != 1:
-        raise fields.refused("config_groups", f"of {len(schemes)} kinds of weights is not supported; one is")
-    return replace(next(iter(schemes)), rotations=rotations)
+            found.append((group, replace(_compressed_group(group, _COMPRESSED[own]), rotations=rotations)))
+    if not found:
+        raise fields.refused("config_groups", "has no group with weights")
+    first = found[0][1]
+    return first if all(scheme == first for _, scheme in found) else replace(first, by_target=_by_target(found))
+
+
+def _by_target(groups: Iterable[tuple[_Fields, Scheme]]) -> tuple[tuple[str, Scheme], ...]:
+    """In compressed-tensors' order: names, expressions, all linears; of equal targets the last group's."""
+    found = {target: scheme for group, scheme in groups for target in group.targets("targets")}
+    order = sorted(found, key=lambda target: (target == "Linear", target.startswith("re:"), target))
+    return tuple((target, found[target]) for target in order)
 
 
 def _rotations(config: _Fields) -> Iterator[Rotation]:
