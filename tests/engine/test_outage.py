@@ -20,6 +20,7 @@ from kvloom.engine.engine import GUILTY
 from kvloom.engine.link.ranks import RankExecutor
 from kvloom.engine.outage import restart_with_backoff
 from kvloom.engine.thread import EngineThread
+from kvloom.processes import kinds
 from kvloom.rank.fake import FakeRunner, fake_answer
 from tests.support.engine.crashes import ShyExecutor
 from tests.support.engine.threads import PROMPT, collect, endless, rank_pid, rank_pids, until, with_engine
@@ -84,18 +85,16 @@ def test_a_rank_that_does_not_answer_is_taken_for_dead():
     with_engine(body, step_timeout_s=3.0)  # far more than a step of a running rank takes
 
 
-def test_a_rank_that_says_nothing_while_it_is_loaded_again_is_loaded_once_more(caplog, monkeypatch):
-    monkeypatch.setattr("kvloom.engine.link.ranks._SILENCE_S", 0.5)
-
+def test_a_rank_that_says_nothing_while_it_is_loaded_again_is_loaded_once_more(caplog):
     async def body(engine: EngineThread) -> None:
         (task,) = await running(engine, asked("a"))
         executor = engine._executor
         assert isinstance(executor, RankExecutor)
-        program, executor._program = executor._program, [sys.executable, "-c", "import time; time.sleep(1e6)"]
+        hangs = (sys.executable, "-c", "import time; time.sleep(1e6)")
+        kind, executor._kind = executor._kind, replace(kinds.RANK, command=hangs, silence_s=0.5)
         os.kill(rank_pid(engine), signal.SIGKILL)
-        await until(lambda: "the model gave no sign of life for 0.5 s" in caplog.text)
-        executor._program = program
-        monkeypatch.undo()
+        await until(lambda: "the model process gave no sign of life for 0.5 s" in caplog.text)
+        executor._kind = kind
         assert await task == truth(asked("a"))
 
     with_engine(body)

@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from kvloom.gewu.modelfiles import open_files
 from kvloom.gewu.prober.capabilities import only_those_of
 from kvloom.gewu.protocol.frames import PROTOCOL, Frame, FrameDecoder, encode
 from kvloom.gewu.service.system import _process_bytes
+from kvloom.processes import kinds
+from kvloom.processes.child import Child
 from tests.gewu.test_probe import CONFIG, write_gguf
 from tests.support.gewu.daemons import make_model
 from tests.support.waiting import WAIT_S, until
@@ -178,18 +181,24 @@ def test_no_create_is_refused_because_the_prober_was_killed_before(start_daemon,
         assert client.ask(client.create(model))[-1]["finish_reason"] == "stop"
 
 
+DIES_OF_A_QUESTION = """
+import socket, sys
+asked = socket.socket(fileno=int(sys.argv[1]))
+asked.send(b"ready")
+asked.recv(1)
+"""
+
+
 def test_a_model_of_which_two_probers_die_is_refused(monkeypatch, model):
-    started = []
+    kind = replace(kinds.PROBER, command=(sys.executable, "-c", DIES_OF_A_QUESTION))
+    monkeypatch.setattr(kinds, "PROBER", kind)
+    started, start = [], Prober._start
 
-    async def start(prober: Prober) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        theirs.close()
-        ours.setblocking(False)
-        prober._sock = ours
-        started.append(ours)
-        return ours
+    async def counted(prober: Prober) -> Child:
+        started.append(prober)
+        return await start(prober)
 
-    monkeypatch.setattr(Prober, "_start", start)
+    monkeypatch.setattr(Prober, "_start", counted)
     fd = os.open(model, os.O_RDONLY)
     with pytest.raises(Refused) as caught:
         asyncio.run(Prober("auto").look(fd, os.getpid()))
@@ -220,7 +229,7 @@ def _limit_memory() -> None:
 def test_models_are_looked_at_where_less_memory_is_allowed_than_that_takes_at_most():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(WAIT_S)
-    command = [sys.executable, "-m", "kvloom.gewu.prober.main", str(theirs.fileno())]
+    command = [sys.executable, "-m", "kvloom.gewu.prober.main", str(theirs.fileno()), "30"]
     with ours, theirs:
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], preexec_fn=_limit_memory)
         theirs.close()

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -12,11 +13,12 @@ from kvloom.contract.errors import GenerationFailed, ModelError
 from kvloom.images import process
 from kvloom.images.messages import Paint, Progress, Setup
 from kvloom.images.process import PictureProcess
+from kvloom.processes import kinds
 from tests.support.waiting import WAIT_S
 
 LIFE = """
 import socket, sys, threading, time
-from kvloom.engine.link.channel import Channel
+from kvloom.processes.channel import Channel
 from kvloom.images.messages import Alive, Order, PipelineInfo, Progress, Ready, Setup
 from kvloom.processes import inside
 
@@ -32,20 +34,18 @@ while True:
         channel.send(Progress(channel.receive().id, 0, 1, 1000))
     channel.send(Alive())
 """
+KIND = replace(kinds.PAINTER, command=(sys.executable, "-c", LIFE))
 ORDER = Paint(0, "x", "", 8, 8, [1], 1000, None)
 
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_PROGRAM", (sys.executable, "-c", LIFE))
     monkeypatch.setattr(process, "check", lambda path: None)
 
 
-def test_an_order_of_a_painter_that_is_stopped_ends_with_an_error_and_it_is_started_again(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    painter = PictureProcess("sd", Setup("/nowhere"))
-    monkeypatch.setattr(process, "_SILENCE_S", 2.0)  # enough for its second start too
+def test_an_order_of_a_painter_that_is_stopped_ends_with_an_error_and_it_is_started_again():
+    painter = PictureProcess("sd", Setup("/nowhere"), KIND)
+    painter.kind = replace(KIND, silence_s=2.0)  # enough for its second start too
 
     async def order_and_stop() -> None:
         painter.begin()
@@ -77,7 +77,6 @@ async def begun(painter: PictureProcess, stops: bool) -> None:
             await anext(reports)
 
 
-def test_a_painter_that_hangs_while_it_loads_is_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(process, "_SILENCE_S", 0.5)
+def test_a_painter_that_hangs_while_it_loads_is_told():
     with pytest.raises(ModelError, match="loading /hangs failed: the model process gave no sign of life"):
-        PictureProcess("sd", Setup("/hangs"))
+        PictureProcess("sd", Setup("/hangs"), replace(KIND, silence_s=0.5))

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 import pytest
 
 from kvloom.contract.errors import BadRequest, GenerationFailed, Overloaded, TimedOut, Unavailable
-from kvloom.engine.link.channel import Channel
 from kvloom.images.messages import (
     Alive,
     Cancel,
@@ -27,6 +26,7 @@ from kvloom.images.messages import (
     Sent,
     Setup,
 )
+from kvloom.processes.channel import Channel
 from kvloom.server.serving.pictures.card import PictureCard, Wanted
 from kvloom.server.serving.pictures.service import MAX_WAITING, PictureService
 

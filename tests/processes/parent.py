@@ -23,12 +23,14 @@ from typing import Any
 from ems.private_agent import EmbeddedAgent
 from kvloom.contract.config import EngineConfig
 from kvloom.engine.hosted.host import Host
-from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.ranks import RankExecutor
 from kvloom.gewu.hosts.prober import Prober
-from kvloom.gewu.hosts.worker import WorkerProcess
+from kvloom.gewu.hosts.worker import WorkerOpener
+from kvloom.gewu.modelfiles import ModelFiles
 from kvloom.images import process as painting
 from kvloom.images.messages import Setup
+from kvloom.processes import kinds
+from kvloom.processes.channel import Channel
 from kvloom.processes.child import lifeline
 from kvloom.server.serving.options import WireOptions
 from tests.support.waiting import until
@@ -45,12 +47,15 @@ class NoModels:
         return iter(())
 
 
+found: dict[str, int] = {}  # process ids by kind
+
+
 def start_rank() -> None:
-    RankExecutor([sys.executable, "-m", "kvloom.rank.main"], EngineConfig(backend="fake"), list)
+    RankExecutor(kinds.RANK, EngineConfig(backend="fake"), list)
 
 
 def start_vllm() -> None:
-    Host([sys.executable, "-m", "kvloom.vllm.main"], EngineConfig(model="/nowhere"), list)
+    Host(kinds.VLLM, EngineConfig(model="/nowhere"), list)
 
 
 def start_painter() -> None:
@@ -70,7 +75,9 @@ def start_worker() -> None:
 
 
 async def _worker() -> None:
-    kept = await WorkerProcess.start([])
+    opener = WorkerOpener(30.0)
+    kept = await opener._started(ModelFiles("", {}))
+    found.update(worker=kept.pid, template=opener.pids[0])
     await asyncio.Event().wait()
     assert kept
 
@@ -110,7 +117,8 @@ STARTS: dict[str, tuple[str, Callable[[], None]]] = {
     "painter": ("kvloom.images.main", start_painter),
     "parser": ("kvloom.server.run.parse_process", start_parser),
     "engine host": ("kvloom.engine_api.host", start_engine_host),
-    "worker": ("kvloom.gewu.worker.main", start_worker),
+    "worker": ("", start_worker),  # forked from
+    "template": ("", lambda: None),
     "prober": ("kvloom.gewu.prober.main", start_prober),
     "embedded agent": ("--ends-with-stdin", start_embedded_agent),
     "fleet agent": ("--ends-with-stdin", start_fleet_agent),
@@ -128,12 +136,12 @@ def is_bound(pid: int) -> bool:
 
 def main() -> None:
     Channel.send = lambda *_: None
-    found, popen = dict[str, int](), subprocess.Popen.__init__
+    popen = subprocess.Popen.__init__
 
     def started(self: Any, command: Any, *arguments: Any, **options: Any) -> None:
         popen(self, command, *arguments, **options)
         name = threading.current_thread().name
-        if STARTS[name][0] in command:
+        if name in STARTS and STARTS[name][0] in command:
             found[name] = self.pid
 
     subprocess.Popen.__init__ = started

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from kvloom.contract.errors import ModelError
 from kvloom.engine.link.executor import RankDied
+from kvloom.processes.keeper import Keeper
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def restart_with_backoff(
     restart: Callable[[], object], is_closing: Callable[[], bool], sleep: Callable[[float], object] = time.sleep
 ) -> bool:
     """Call `restart` until it succeeds, with pauses of 0.1 s, 0.2 s, ... 10 s. False when the server closes first."""
-    delay_s = 0.1
+    keeper = Keeper()
     while not is_closing():
         try:
             restart()
@@ -75,6 +76,5 @@ def restart_with_backoff(
             if not is_closing():
                 is_known = isinstance(error, ModelError | RankDied | OSError)
                 log.error("loading the model again failed: %s", error, exc_info=not is_known)
-            sleep(delay_s)
-            delay_s = min(2 * delay_s, 10.0)
+            sleep(keeper.pause_s())
     return False

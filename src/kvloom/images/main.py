@@ -17,9 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from kvloom.contract.errors import BadRequest, ModelError
-from kvloom.contract.frames import frame
-from kvloom.engine.link import ranklog
-from kvloom.engine.link.channel import Channel
 from kvloom.images.messages import (
     SIGN_S,
     Alive,
@@ -34,7 +31,9 @@ from kvloom.images.messages import (
     Ready,
     Setup,
 )
-from kvloom.processes import inside
+from kvloom.processes import childlog, inside
+from kvloom.processes.channel import Channel
+from kvloom.processes.frames import frame
 
 if TYPE_CHECKING:
     from kvloom.images.pipeline import Pipeline
@@ -147,7 +146,7 @@ def _painted(paint: Paint, pipeline: "Pipeline", desk: _Desk, channel: Channel) 
 
 
 def main() -> None:
-    ranklog.begin(int(sys.argv[2]))
+    childlog.begin(int(sys.argv[2]))
     inside.begin()
     os.nice(_NICENESS)
     line = Line(socket.socket(fileno=int(sys.argv[1])))

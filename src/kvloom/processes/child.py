@@ -1,12 +1,259 @@
-"""The parent's side of a child process that begins with `inside.begin` (inside.py)."""
+"""Child: a process that this one starts, speaks to, watches and ends. Its side begins with `inside.begin`."""
 
+import contextlib
+import fcntl
+import logging
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from errno import EAGAIN, EMFILE, ENFILE, ENOMEM
+from socket import SOCK_SEQPACKET, SOCK_STREAM
+from typing import IO
 
+import msgspec
+
+from kvloom.contract.errors import ModelError
+from kvloom.processes import childlog, template
 from kvloom.processes.inside import THE_PARENTS
+
+log = logging.getLogger(__name__)
+
+_REFUSED = (EAGAIN, ENOMEM, EMFILE, ENFILE)  # what the system says that has no processes, memory or descriptors left
+_IMPORTS = 4  # times silence_s that a process may be silent while it imports
+_LOG_S = 1.0  # seconds for the last lines of a child's log
+Words = Callable[[int, int], Sequence[str]]  # (number of the child's socket, log level) -> its arguments
+
+
+class Died(Exception):
+    """A child has ended, or is silent for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What holds for every child of one kind: a row of kinds.py."""
+
+    people: str  # what it is called where people read how it ended
+    command: tuple[str, ...]
+    leads_group: bool = False  # Ctrl-C, for this process and its group, does not reach it; it is killed with its group
+    exit_s: float = 1.0  # seconds that it gets to end by itself
+    silence_s: float = 300.0  # seconds without a sign of life after which it counts as hung
+    environ: Mapping[str, str] = field(default_factory=dict)  # besides this process's
+    socket: int = SOCK_STREAM  # type of the socket; SOCK_SEQPACKET where descriptors go with messages
+    imports: str = ""  # of its template, if it may have one: modules, the program's own first
+
+    @property
+    def silent(self) -> str:
+        """Why a child that hangs is killed, for people."""
+        return f"{self.people} gave no sign of life for {self.silence_s:g} s"
+
+
+def usual_words(number: int, level: int) -> Sequence[str]:
+    """The arguments of most kinds."""
+    return str(number), str(level)
+
+
+class Child:
+    """A running process, and this process's end of its socket. It ends with this process."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        who: str,
+        words: Words = usual_words,
+        fds: Sequence[int] = (),
+        template: "Template | None" = None,
+    ) -> None:
+        """`who`: its name in the log. It inherits `fds` besides its socket. With a template it is forked from that, if
+        that works. Raises OSError.
+        """
+        self.kind = kind
+        ends = (end.detach() for end in socket.socketpair(socket.AF_UNIX, kind.socket))
+        self.sock, theirs = (socket.socket(fileno=_above_standard(end)) for end in ends)
+        read, write = map(_above_standard, os.pipe())
+        try:
+            argv = [*kind.command, *words(theirs.fileno(), childlog.level())]
+            numbers = (theirs.fileno(), *fds)
+            forked = None if template is None else template.fork(argv, numbers, write)
+            self._process = forked or _started(kind, argv, numbers, write)
+        except BaseException:
+            self.sock.close()
+            os.close(read)
+            raise
+        finally:
+            theirs.close()
+            os.close(write)
+        self._log = self._logged(os.fdopen(read, "rb"), who)
+
+    def _logged(self, stderr: IO[bytes], who: str) -> threading.Thread:
+        """Raises OSError when the system has no thread for it; the process has ended then."""
+        try:
+            return childlog.relay(stderr, who)
+        except RuntimeError as error:
+            self.sock.close()
+            stderr.close()
+            self.kill()
+            self._process.wait()
+            raise OSError(EAGAIN, str(error)) from None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the signal's number when a signal ended it."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """Kill it, and its group if it leads one, without waiting. May be called from any thread."""
+        if not self.kind.leads_group:
+            self._process.kill()
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Wait until it ends, which it does when its socket is closed; kill it, and what is left of its group, after
+        `exit_s`.
+        """
+        self._waited()
+        self.kill()
+        self._process.wait()
+        self._log.join(_LOG_S)
+
+    def close(self) -> None:
+        """Close its socket, then `end`."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+        self.end()
+
+    def reason(self) -> str:
+        """How it ended, for people. Waits for one that is just ending."""
+        self._waited()
+        return ended(self.kind.people, self.exit_code)
+
+    def _waited(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(self.kind.exit_s)
+
+
+class Template:
+    """A process that forks children of one kind (template.py). It is started at the first `fork`, and again after it
+    has died. Any thread may use it.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self._of = kind
+        self._kind = replace(
+            kind,
+            people=f"the template of {kind.people}",
+            command=(sys.executable, "-m", "kvloom.processes.template"),
+            leads_group=True,
+            socket=SOCK_SEQPACKET,
+            silence_s=_IMPORTS * kind.silence_s,
+        )
+        self._lock = threading.Lock()
+        self._child: Child | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the process, when there is one."""
+        return [] if (child := self._child) is None else [child.pid]
+
+    def fork(self, argv: list[str], fds: Sequence[int], stderr: int) -> template.Forked | None:
+        """A new child of this process with these descriptors; None if that does not work."""
+        order = template.Order(argv, [0, 2, *fds], self._of.leads_group)
+        with self._lock:
+            try:
+                sock = self._started()
+                return template.Forked(template.fork(sock, msgspec.msgpack.encode(order), [lifeline(), stderr, *fds]))
+            except OSError as error:
+                log.warning("%s does not work: %s", self._kind.people, error)
+                self._end()
+                return None
+
+    def close(self) -> None:
+        """End the process; children keep running."""
+        with self._lock:
+            self._end()
+
+    def _started(self) -> socket.socket:
+        if self._child is None:
+            self._child = Child(self._kind, "template")
+            self._child.sock.settimeout(self._kind.silence_s)
+            self._child.sock.send(self._of.imports.encode())
+            if not self._child.sock.recv(32):
+                raise ConnectionResetError(self._child.reason())
+        return self._child.sock
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.close()
+            self._child = None
+
+
+def _above_standard(number: int) -> int:
+    """The descriptor under a number that is not a standard stream's, which this process may have closed."""
+    if number > 2:
+        return number
+    moved = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(number)
+    return moved
+
+
+def _started(kind: Kind, argv: Sequence[str], fds: Sequence[int], stderr: int) -> "subprocess.Popen[bytes]":
+    """Raises OSError."""
+    with signals_held_at_start():
+        return subprocess.Popen(
+            argv,
+            pass_fds=fds,
+            stdin=lifeline(),
+            stderr=stderr,
+            env={**os.environ, **kind.environ},
+            process_group=0 if kind.leads_group else None,
+        )
+
+
+def ended(people: str, code: int | None) -> str:
+    """How a process with this exit code ended, for people; None = it still runs but does not answer."""
+    if code is None:
+        return f"{people} closed its connection"
+    return f"{people} was killed by signal {-code}" if code < 0 else f"{people} exited with {code}"
+
+
+@contextmanager
+def starting(model: str, reason: Callable[[], str], close: Callable[[], None]) -> Iterator[None]:
+    """A context around the first messages to and from new children: on any failure they are closed.
+
+    Raises ModelError, with the reason, when one of them has died.
+    """
+    try:
+        yield
+    except (Died, OSError, EOFError) as error:
+        why = _why(error) or reason()
+        close()
+        raise ModelError(f"loading {model or 'the model'} failed: {why}") from error
+    except BaseException:
+        close()
+        raise
+
+
+def _why(error: Exception) -> str:
+    """Why children do not start, if it is not that one of them has ended; else ""."""
+    if isinstance(error, Died):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in _REFUSED:
+        return f"the system has no room for its process: {error.strerror}"
+    return ""
+
 
 _lock = threading.Lock()
 _ends: list[int] = []  # of this process's pipe: to read from, to write to
@@ -20,7 +267,7 @@ def lifeline() -> int:
     """
     with _lock:
         if not _ends:
-            _ends.extend(os.pipe())
+            _ends.extend(_above_standard(end) for end in os.pipe())
         return _ends[0]
 
 

@@ -32,10 +32,9 @@ from kvloom.contract.messages import (
     Runner,
     UnloadAdapter,
 )
-from kvloom.engine.link import ranklog
-from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.rankargs import parse
-from kvloom.processes import inside
+from kvloom.processes import childlog, inside
+from kvloom.processes.channel import Channel
 from kvloom.rank.machine import is_out_of_memory, trim_heap
 from kvloom.rank.pages import PagesAhead
 from kvloom.rank.tier.tier import KvRunner, with_tier
@@ -139,7 +138,7 @@ def main() -> None:
         given = parse(sys.argv[1:])
     except ValueError as error:
         sys.exit(str(error))
-    ranklog.begin(given.level)
+    childlog.begin(given.level)
     inside.begin()
     gc.disable()  # a fifth of the time that imports take
     _opener("fake" if given.is_mock else "")  # imports while the server reads the tokenizer

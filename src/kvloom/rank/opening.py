@@ -5,7 +5,6 @@ The processes start first: while they import, this process imports what the engi
 
 import functools
 import logging
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
@@ -15,14 +14,13 @@ from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Progress
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.link.ranks import RankExecutor
+from kvloom.processes import kinds
 from kvloom.rank.byte_tokenizer import ByteTokenizer
 
 if TYPE_CHECKING:
     from kvloom.engine.thread import EngineThread
 
 log = logging.getLogger(__name__)
-
-_PROGRAM = (sys.executable, "-m", "kvloom.rank.main")
 
 
 def open_ranks(
@@ -31,7 +29,7 @@ def open_ranks(
     """Start the ranks of `config` and wait until the model is loaded. Raises ModelError. See RankExecutor."""
     if config.backend not in BACKENDS:
         raise BadRequest("backend", f"must be auto, cpu, torch or mock here, got {config.backend!r}")
-    return RankExecutor(_PROGRAM, config, eos_ids, progress)
+    return RankExecutor(kinds.RANK, config, eos_ids, progress)
 
 
 def open_engine(

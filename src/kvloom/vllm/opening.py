@@ -16,12 +16,12 @@ from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.messages import Progress
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.hosted.host import Host
+from kvloom.processes import kinds
 from kvloom.vllm.arguments import arguments_of
 
 if TYPE_CHECKING:
     from kvloom.engine.thread import EngineThread
 
-_PROGRAM = (sys.executable, "-m", "kvloom.vllm.main")
 _CHECK = (sys.executable, "-m", "kvloom.vllm.check")
 _CHECK_S = 120.0  # seconds for imports that vLLM's arguments need
 # fields of EngineConfig that vLLM does not support: (name, its key in configurations, the reason)
@@ -46,7 +46,7 @@ def open_engine(
     """Start vLLM's process, and wait until the model is loaded. Raises BadRequest, ModelError."""
     check_config(config)
     vocabulary = functools.cache(vocabulary)
-    host = Host(_PROGRAM, config, lambda: sorted(vocabulary().eos_ids), progress)
+    host = Host(kinds.VLLM, config, lambda: sorted(vocabulary().eos_ids), progress)
     engine = import_module("kvloom.engine.hosted.engine").HostedEngine(config, host, vocabulary())
     return cast("EngineThread", import_module("kvloom.engine.thread").EngineThread(engine, host))
 

@@ -8,7 +8,7 @@ from kvloom.contract.capacity import AHEAD, Ahead
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import Batch, Done, NewSeq, RankMessage, RankSetup, Ready, Transfer, Work
 from kvloom.contract.sampling import SamplingParams
-from kvloom.engine.link.channel import Channel
+from kvloom.processes.channel import Channel
 from kvloom.rank import main as rank
 
 

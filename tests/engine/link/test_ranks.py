@@ -20,10 +20,10 @@ from kvloom.contract.messages import Batch, RankInfo, RankMessage, RankSetup, Re
 from kvloom.contract.request import Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.ranks import RankExecutor
 from kvloom.engine.thread import EngineThread
 from kvloom.net.listening import allow_descriptors
+from kvloom.processes.channel import Channel
 from kvloom.rank.fake import ByteTokenizer, fake_answer
 from kvloom.rank.opening import open_engine, open_ranks
 from kvloom.rank.parallel.shard import ShardedWeights, shard_spec

@@ -10,7 +10,6 @@ from kvloom.contract.messages import Batch, Done, Failed, RankMessage, StepOutpu
 from kvloom.contract.request import Delta, FinishReason, Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.executor import InProcessExecutor, RankDied
 from kvloom.engine.link.ranks import RankExecutor
 from kvloom.engine.schedule.ahead import may_follow, must_wait
@@ -19,6 +18,7 @@ from kvloom.engine.schedule.commit import apply_step, check, commit_step, is_sta
 from kvloom.engine.schedule.scheduler import plan_step
 from kvloom.engine.schedule.seq import LoadStep, Plan, Seq, SeqStep, Status
 from kvloom.engine.schedule.suspicion import accuse
+from kvloom.processes.channel import Channel
 from kvloom.rank.fake import EOS_ID, ByteTokenizer, FakeRunner
 from tests.support.engine.crashes import DRAWN, ENGINES, GREEDY, answers, mortal_engine, prompt, truth
 from tests.support.engine.engines import drain, fake_engine, run_all, text_of, tokens_of
@@ -354,7 +354,7 @@ class Spawned(RankExecutor):
     """An executor with sockets in place of processes; `rank` is the other end."""
 
     def __init__(self, step_timeout_s: float) -> None:
-        self._config, self._processes = EngineConfig(backend="fake", step_timeout_s=step_timeout_s), []
+        self._config, self._ranks = EngineConfig(backend="fake", step_timeout_s=step_timeout_s), []
         ours, theirs = socket.socketpair()
         self._channels, self.rank = [Channel(ours, RankMessage)], Channel(theirs, Batch)
 

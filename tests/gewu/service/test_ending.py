@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvloom.contract.frames import frame
 from kvloom.gewu.hosts.fake import FakeSettings
 from kvloom.gewu.protocol.messages import Open
 from kvloom.gewu.service.daemon import Daemon
 from kvloom.gewu.service.settings import Settings
+from kvloom.processes.frames import frame
 from tests.support.gewu.daemons import DaemonProcess
 from tests.support.waiting import WAIT_S, until
 
@@ -74,7 +74,7 @@ def test_a_second_signal_waits_for_nothing(daemon: DaemonProcess):
 
 def test_a_model_that_is_given_up_while_it_is_loaded_ends_without_a_word():
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "kvloom.gewu.worker.main", str(theirs.fileno())]
+    command = [sys.executable, "-m", "kvloom.gewu.worker.main", str(theirs.fileno()), "30"]
     with ours, theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as worker:
         theirs.close()
         ours.sendall(frame(msgspec.msgpack.encode(Open("", "fake", 1 << 20, 1024))))

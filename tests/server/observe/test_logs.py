@@ -13,8 +13,8 @@ import pytest
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
-from kvloom.engine.link import ranklog
 from kvloom.engine.link.rankargs import RankArguments, parse
+from kvloom.processes import childlog
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.opening import open_engine
 from kvloom.server.observe import logs
@@ -222,12 +222,12 @@ def test_a_rank_that_ends_is_told_in_the_log_and_its_successor_serves(tmp_path):
     [
         ("WARNING kvloom.rank.tier: the pool is not there", logging.WARNING, "kvloom.rank.tier", "rank 3: the pool"),
         ("DEBUG kvloom.rank.runner: a: b", logging.DEBUG, "kvloom.rank.runner", "rank 3: a: b"),
-        ("Traceback (most recent call last):", logging.WARNING, "kvloom.rank", "rank 3: Traceback (most"),
+        ("Traceback (most recent call last):", logging.WARNING, "kvloom.processes", "rank 3: Traceback (most"),
     ],
 )
 def test_lines_of_a_rank_keep_level_and_logger(caplog, line, level, logger, told):
     with caplog.at_level(logging.DEBUG):
-        ranklog.tell(line, "rank 3")
+        childlog.tell(line, "rank 3")
     [record] = caplog.records
     assert (record.levelno, record.name) == (level, logger)
     assert record.message.startswith(told)
@@ -235,7 +235,7 @@ def test_lines_of_a_rank_keep_level_and_logger(caplog, line, level, logger, told
 
 def test_what_a_rank_prints_is_logged(caplog):
     read, write = os.pipe()
-    thread = ranklog.relay(os.fdopen(read, "rb"), "rank 1")
+    thread = childlog.relay(os.fdopen(read, "rb"), "rank 1")
     os.write(write, b"WARNING kvloom.rank.runner: slower\n\nsegfault")
     os.close(write)
     thread.join(120)

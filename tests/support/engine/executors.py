@@ -3,17 +3,19 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from kvloom.contract.config import EngineConfig
 from kvloom.engine.link.executor import Executor
 from kvloom.engine.link.ranks import RankExecutor
+from kvloom.processes import kinds
 from kvloom.rank.main import open_runner
 from tests.support.engine.engines import in_process
 from tests.support.forks import WITH_TORCH
 
-FORKED = (sys.executable, *WITH_TORCH, "-m", "kvloom.rank.main")
+FORKED = replace(kinds.RANK, command=(sys.executable, *WITH_TORCH, "-m", "kvloom.rank.main"))
 
 
 @contextmanager

@@ -18,13 +18,14 @@ from kvloom.contract.hosted import Abort, HostOrder, Start
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.hosted.engine import HostedEngine
 from kvloom.engine.hosted.host import Host
+from kvloom.processes import kinds
 from kvloom.rank.byte_tokenizer import EOS_ID
 from tests.support.kept import kept
 from tests.support.models import byte_folder, chained_llama
 from tests.support.vllm.serving import ENVIRONMENT, PYTHON, SOURCE
 
 _VARIABLES = (f"{name}={value}" for name, value in {**ENVIRONMENT, "PYTHONPATH": SOURCE}.items())
-_PROGRAM = ("env", *_VARIABLES, PYTHON, "-m", "kvloom.vllm.main")
+_KIND = replace(kinds.VLLM, command=("env", *_VARIABLES, PYTHON, "-m", "kvloom.vllm.main"))
 _sequences = itertools.count(0, 1_000_000)  # so that a late answer is not taken for one of the next server
 _idle: dict[str, list[Host]] = {}  # by their options
 
@@ -78,6 +79,6 @@ def _start(options: Mapping[str, object]) -> Host:
     config = EngineConfig(
         str(chained_model()), backend="vllm", max_seq_len=chained_llama.MAX_LEN, max_batch=32, plugin_options=more
     )
-    host = Host(_PROGRAM, config, lambda: [EOS_ID])
+    host = Host(_KIND, config, lambda: [EOS_ID])
     atexit.register(host.close)
     return host

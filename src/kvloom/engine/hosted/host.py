@@ -2,14 +2,10 @@
 
 import contextlib
 import functools
-import os
-import signal
 import socket
-import subprocess
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvloom.checkpoints.lora import FIELD
 from kvloom.contract.config import EngineConfig
@@ -27,13 +23,9 @@ from kvloom.contract.messages import (
     Ready,
     UnloadAdapter,
 )
-from kvloom.engine.link import ranklog
-from kvloom.engine.link.channel import Channel, ready_of
 from kvloom.engine.link.executor import RankDied
-from kvloom.engine.link.starting import ended, starting
-from kvloom.processes.child import lifeline, signals_held_at_start
-
-_EXIT_S = 3.0  # seconds that it gets to end by itself
+from kvloom.processes.channel import Channel, ready_of
+from kvloom.processes.child import Child, Kind, starting
 
 
 class Host:
@@ -41,24 +33,21 @@ class Host:
 
     def __init__(
         self,
-        program: Sequence[str],
+        kind: Kind,
         config: EngineConfig,
         eos_ids: Callable[[], list[int]],
         progress: Progress | None = None,
     ) -> None:
-        """Starts the process and waits until the model is loaded. Raises ModelError when it cannot be.
-
-        `program`: its command line; the number of an open socket and the log level are appended.
-        """
-        self._program, self._config, self._progress = program, config, progress
+        """Starts the process and waits until the model is loaded. Raises ModelError when it cannot be."""
+        self._kind, self._config, self._progress = kind, config, progress
         self._eos_ids = functools.cache(eos_ids)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._start()
 
     @property
     def pids(self) -> list[int]:
         """Of the process."""
-        return [] if self._process is None else [self._process.pid]
+        return [] if self._child is None else [self._child.pid]
 
     def send(self, order: HostOrder) -> None:
         """Raises RankDied."""
@@ -118,7 +107,7 @@ class Host:
 
     def is_alive(self) -> bool:
         """Whether the process runs. Reads the messages that have arrived meanwhile."""
-        if self._process is None or self._process.poll() is not None:
+        if self._child is None or self._child.exit_code is not None:
             return False
         try:
             self._read_what_is_there()
@@ -134,37 +123,25 @@ class Host:
 
     def kill(self) -> None:
         """Kill the process and those that it has started, without waiting for them. May be called from any thread."""
-        if (process := self._process) is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+        if (child := self._child) is not None:
+            child.kill()
 
     def close(self) -> None:
         """End the process: close its socket, and kill it after some seconds."""
-        if self._process is None:
+        if self._child is None:
             return
         for end in (self._channel, self._woken, self._wake):
             end.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_S)
-        self.kill()
-        self._process.wait()
-        self._log.join(1.0)
-        self._process = None
+        self._child.end()
+        self._child = None
 
     # -- starting
 
     def _start(self) -> None:
         self._woken, self._wake = socket.socketpair()
         self._wake.setblocking(False)
-        ours, theirs = socket.socketpair()
-        with theirs, signals_held_at_start():
-            command = [*self._program, str(theirs.fileno()), str(ranklog.level())]
-            self._process = subprocess.Popen(
-                command, pass_fds=(theirs.fileno(),), stdin=lifeline(), stderr=subprocess.PIPE, start_new_session=True
-            )
-        assert self._process.stderr is not None
-        self._log: threading.Thread = ranklog.relay(self._process.stderr, "engine")
-        self._channel = Channel(ours, HostReport)
+        self._child = Child(self._kind, "engine")
+        self._channel = Channel(self._child.sock, HostReport)
         self._backlog: deque[HostReport] = deque()
         with starting(self._config.model, self._exit_reason, self.close):
             self._channel.send(HostSetup(self._config, self._eos_ids()))
@@ -232,7 +209,5 @@ class Host:
 
     def _exit_reason(self) -> str:
         """How it ended, for people. Waits a moment for a process that is just ending."""
-        assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        return ended(self._process.returncode)
+        assert self._child is not None
+        return self._child.reason()

@@ -8,9 +8,10 @@ from typing import Protocol
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import AdapterInfo, Batch, RankInfo, Runner, StepOutput
+from kvloom.processes.child import Died
 
 
-class RankDied(Exception):
+class RankDied(Died):
     """The rank process is gone, takes too long, or its step failed. All its state is lost."""
 
 

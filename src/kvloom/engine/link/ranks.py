@@ -3,11 +3,9 @@
 import contextlib
 import functools
 import os
-import socket
-import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvloom.checkpoints.lora import FIELD
@@ -30,16 +28,13 @@ from kvloom.contract.messages import (
     StepOutput,
     UnloadAdapter,
 )
-from kvloom.engine.link import ranklog
-from kvloom.engine.link.channel import Channel, ready_of
 from kvloom.engine.link.executor import RankDied, max_submitted
 from kvloom.engine.link.rankargs import RankArguments
-from kvloom.engine.link.starting import ended, starting
 from kvloom.engine.schedule.transfers import Moves
-from kvloom.processes.child import lifeline, signals_held_at_start
+from kvloom.processes.channel import Channel, ready_of
+from kvloom.processes.child import Child, Kind, ended, starting
 
-_EXIT_S = 1.0  # seconds that a rank gets to end by itself
-_SILENCE_S = 300.0  # seconds without a sign of life after which a rank that is loaded again is given up
+_EXIT_S = 1.0  # seconds that a rank which is just ending gets until its end is told
 
 
 class RankExecutor:
@@ -51,17 +46,16 @@ class RankExecutor:
 
     def __init__(
         self,
-        program: Sequence[str],
+        kind: Kind,
         config: EngineConfig,
         eos_ids: Callable[[], list[int]],
         progress: Progress | None = None,
     ) -> None:
         """Starts the ranks and waits until the model is loaded. Raises ModelError when it cannot be.
 
-        `program`: the command line of a rank, to which the arguments of rankargs.py are appended. `eos_ids` is called
-        while the ranks start, because reading a tokenizer takes as long as their imports.
+        `eos_ids` is called while the ranks start, because reading a tokenizer takes as long as their imports.
         """
-        self._program = program
+        self._kind = kind
         self._config, self._eos_ids = config, functools.cache(eos_ids)
         self._progress = progress
         self.max_submitted = max_submitted(config)
@@ -70,7 +64,7 @@ class RankExecutor:
     @property
     def pids(self) -> list[int]:
         """Process ids, by rank."""
-        return [process.pid for process in self._processes]
+        return [rank.pid for rank in self._ranks]
 
     def submit(self, batch: Batch) -> None:
         """See Executor. Sends the batch to every rank."""
@@ -109,43 +103,35 @@ class RankExecutor:
 
     def is_alive(self) -> bool:
         """Whether every process runs."""
-        return all(process.poll() is None for process in self._processes)
+        return all(rank.exit_code is None for rank in self._ranks)
 
     def restart(self) -> None:
         """Kill what is left and load the model again. Raises ModelError or RankDied."""
         self.kill()
         self.close()
-        self._start(_SILENCE_S)
+        self._start(self._kind.silence_s)
 
     def nudge(self) -> None:
         """Does nothing: a caller never waits for ranks longer than a step."""
 
     def kill(self) -> None:
         """See Executor. Does not wait for the processes."""
-        for process in list(self._processes):
-            process.kill()
+        for rank in list(self._ranks):
+            rank.kill()
 
     def close(self) -> None:
         """End the processes: close their sockets, and kill them after a second."""
         for channel in self._channels:
             channel.close()
-        deadline = time.monotonic() + _EXIT_S
-        for process in self._processes:
-            try:
-                process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        for log in self._logs:
-            log.join(_EXIT_S)
+        for rank in self._ranks:
+            rank.end()
 
     def _start(self, silence_s: float | None = None) -> None:
         """Start the ranks. `silence_s`: how long they may send nothing meanwhile; None = for ever, as at the first
         start, which may compile and has people who watch it.
         """
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[Child] = []
         self._channels: list[Channel] = []
-        self._logs: list[threading.Thread] = []
         self._moves = Moves(self._config.world_size)
         with starting(self._config.model, self._exit_reason, self.close):
             with _meeting_place() as place:
@@ -156,21 +142,16 @@ class RankExecutor:
             self.info = self._wait_ready(silence_s)
 
     def _spawn(self, place: int) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            rank, config = len(self._processes), self._config
-            device = config.device_ids[rank] if config.device_ids else rank
-            is_mock, level = config.backend == "fake", ranklog.level()
-            given = RankArguments(rank, config.world_size, device, is_mock, theirs.fileno(), level)
-            command = [*self._program, *given.argv()]
-            with signals_held_at_start():
-                process = subprocess.Popen(
-                    command, pass_fds=(theirs.fileno(), place), stdin=lifeline(), stderr=subprocess.PIPE
-                )
-        assert process.stderr is not None
-        self._logs.append(ranklog.relay(process.stderr, f"rank {rank}"))
-        self._processes.append(process)
-        self._channels.append(Channel(ours, RankMessage))
+        number, config = len(self._ranks), self._config
+        device = config.device_ids[number] if config.device_ids else number
+        given = RankArguments(number, config.world_size, device, config.backend == "fake", 0, 0)
+
+        def words(socket: int, level: int) -> Sequence[str]:
+            return replace(given, socket=socket, level=level).argv()
+
+        rank = Child(self._kind, f"rank {number}", words, (place,))
+        self._ranks.append(rank)
+        self._channels.append(Channel(rank.sock, RankMessage))
 
     def _send(self, order: Batch | LoadAdapter | UnloadAdapter) -> None:
         """Send a message to every rank. Raises RankDied."""
@@ -197,7 +178,7 @@ class RankExecutor:
         RankDied.
         """
         infos: dict[int, RankInfo] = {}
-        silent = f"the model gave no sign of life for {silence_s or 0:g} s"
+        silent = self._kind.silent
         while len(infos) < len(self._channels):
             waiting = [channel for rank, channel in enumerate(self._channels) if rank not in infos]
             for rank, message in self._readable(waiting, silence_s, silent):
@@ -246,9 +227,10 @@ class RankExecutor:
     def _exit_reason(self) -> str:
         """How the first dead rank ended, for people. Waits up to a second for one that is just ending."""
         deadline = time.monotonic() + _EXIT_S
-        while all(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
+        while self.is_alive() and time.monotonic() < deadline:
             time.sleep(0.01)
-        return ended(next((process.returncode for process in self._processes if process.returncode is not None), None))
+        codes = (rank.exit_code for rank in self._ranks)
+        return ended(self._kind.people, next((code for code in codes if code is not None), None))
 
 
 @contextlib.contextmanager

@@ -70,6 +70,7 @@ class FakeOpener:
 
     def __init__(self, settings: FakeSettings) -> None:
         self._settings = settings
+        self.pids: list[int] = []
 
     async def __call__(self, setup: Open, files: ModelFiles, on: Listeners) -> Host:
         await asyncio.sleep(self._settings.load_s)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import sys
 
 import msgspec
 
@@ -13,11 +12,10 @@ from kvloom.gewu.descriptors import is_spare
 from kvloom.gewu.modelfiles import MAX_FILES, ModelFiles
 from kvloom.gewu.prober.main import MAX_MESSAGE_BYTES, Answer, Question
 from kvloom.gewu.prober.probe import Found
-from kvloom.processes.child import lifeline
+from kvloom.processes import kinds
+from kvloom.processes.child import Child
 
-_LOOK_S = 3.0  # a model takes about a millisecond
 _START_S = 30.0
-_END_S = 1.0
 _Packet = tuple[bytes, list[int]]
 
 
@@ -27,13 +25,12 @@ class Prober:
     def __init__(self, backend: str) -> None:
         self._backend = backend
         self._lock = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
-        self._sock: socket.socket | None = None
+        self._child: Child | None = None
 
     @property
     def pids(self) -> list[int]:
         """Of the process, when there is one."""
-        return [] if self._process is None else [self._process.pid]
+        return [] if self._child is None else [self._child.pid]
 
     async def look(self, fd: int, pid: int) -> tuple[Found, ModelFiles]:
         """Examine the descriptor that process `pid` passed; the files in the answer are the caller's. Raises
@@ -56,13 +53,13 @@ class Prober:
 
     async def _ask(self, fd: int, pid: int) -> _Packet:
         """The process's answer. Raises Refused when there is none in time, OSError when the process has died."""
-        sock = self._sock or await self._start()
+        child, limit_s = self._child or await self._start(), kinds.PROBER.silence_s  # a model takes about a millisecond
         try:
-            socket.send_fds(sock, [msgspec.msgpack.encode(Question(pid, self._backend))], [fd])
-            return await _receive(sock, _LOOK_S)
+            socket.send_fds(child.sock, [msgspec.msgpack.encode(Question(pid, self._backend))], [fd])
+            return await _receive(child.sock, limit_s)
         except TimeoutError:
             await self.close()
-            raise Refused(Code.FAULT, f"the model could not be looked at within {_LOOK_S:g} s") from None
+            raise Refused(Code.FAULT, f"the model could not be looked at within {limit_s:g} s") from None
         except OSError:
             await self.close()
             raise
@@ -77,42 +74,28 @@ class Prober:
     async def start(self) -> None:
         """Start the process before the first question."""
         async with self._lock:
-            if self._sock is None:
+            if self._child is None:
                 with contextlib.suppress(Refused):  # the question will report it
                     await self._start()
 
     async def close(self) -> None:
         """End the process; the next question starts another one."""
-        process, self._process = self._process, None
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            with contextlib.suppress(TimeoutError):  # a dead file system may block it
-                await asyncio.wait_for(process.wait(), _END_S)
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.sock.close()
+            await asyncio.to_thread(child.reason)  # not for long: a dead file system may block it
 
-    async def _start(self) -> socket.socket:
+    async def _start(self) -> Child:
+        """Raises Refused."""
         try:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._sock = ours
-            ours.setblocking(False)
-            with theirs:
-                self._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "kvloom.gewu.prober.main",
-                    str(theirs.fileno()),
-                    pass_fds=(theirs.fileno(),),
-                    stdin=lifeline(),
-                    process_group=0,  # Ctrl-C is for the daemon
-                )
-            await _receive(ours, _START_S)
+            self._child = child = Child(kinds.PROBER, "prober")
+            child.sock.setblocking(False)
+            await _receive(child.sock, _START_S)
         except OSError as error:
             await self.close()
             raise Refused(Code.NOMEM, f"the process that looks at models cannot be started: {error}") from None
-        return ours
+        return child
 
 
 async def _receive(sock: socket.socket, limit_s: float) -> _Packet:

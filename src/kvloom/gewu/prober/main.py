@@ -15,7 +15,7 @@ from kvloom.gewu.codes import Code, Refused, shown
 from kvloom.gewu.modelfiles import MAX_FILES, ModelFiles, open_files
 from kvloom.gewu.prober.capabilities import only_those_of
 from kvloom.gewu.prober.probe import Found, probe
-from kvloom.processes import inside
+from kvloom.processes import childlog, inside
 
 MAX_MESSAGE_BYTES = 128 << 10
 _MAX_BYTES = 512 << 20  # bytes of address space, of which Python and its libraries take 100 to 300 MiB
@@ -68,6 +68,7 @@ def _limit_memory() -> None:
 
 
 def main() -> None:
+    childlog.begin(int(sys.argv[2]))
     inside.begin()
     _limit_memory()
     sock = socket.socket(fileno=int(sys.argv[1]))

@@ -148,4 +148,9 @@ class Opener(Protocol):
 
     has_processes: bool  # hosts are processes with memory of their own
 
+    @property
+    def pids(self) -> list[int]:
+        """Of processes that hold no model."""
+        ...
+
     async def __call__(self, setup: Open, files: ModelFiles, on: Listeners) -> Host: ...

@@ -45,7 +45,7 @@ class Daemon:
         opener: Opener = FakeOpener(settings.fake) if settings.fake else WorkerOpener(settings.worker_silence_s)
         self._sessions = Sessions()
         self._prober = Prober(settings.backend)
-        ledger = Ledger(opener.has_processes, lambda: [os.getpid(), *self._prober.pids])
+        ledger = Ledger(opener.has_processes, lambda: [os.getpid(), *self._prober.pids, *opener.pids])
         on = Outcomes(self._take_events, self._fail)
         self._models = Models(opener, settings, self._sessions, ledger, on)
         self._creation = Creation(settings, self._prober, self._sessions, self._models)

@@ -6,11 +6,11 @@ import logging
 from kvloom.contract.errors import ModelError
 from kvloom.gewu.protocol.messages import Host, Listeners, Open, Opener
 from kvloom.gewu.service.model import Model
+from kvloom.processes.keeper import Keeper
 
 log = logging.getLogger(__name__)
 
 CHANGED = "the model's files were changed since this session was created; create a new session"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 
 
 class FilesChanged(ModelError):
@@ -22,7 +22,7 @@ async def open_host(model: Model, opener: Opener, setup: Open, on: Listeners, pa
 
     After the death of a process whose requests wait, it retries until `patience_s` have passed since then.
     """
-    pause_s = _FIRST_PAUSE_S
+    keeper = Keeper()
     while True:
         try:
             return await _open_unchanged(model, opener, setup, on)
@@ -32,9 +32,9 @@ async def open_host(model: Model, opener: Opener, setup: Open, on: Listeners, pa
             left_s = model.patience_left_s(patience_s)
             if not left_s:
                 raise
+            pause_s = keeper.pause_s()
             log.warning("%s: %s; the next try is in %g s", model.found.path, error, pause_s)
             await asyncio.sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         except Exception:  # a bug here, or no thread for it, must not leave apps waiting for ever
             log.exception("%s cannot be loaded", model.found.path)
             raise ModelError("the service failed; its log says more") from None

@@ -21,7 +21,6 @@ from kvloom.contract.request import Delta, FinishReason, Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.engine import Engine
-from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.executor import InProcessExecutor
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.gewu.codes import shown
@@ -42,7 +41,8 @@ from kvloom.gewu.protocol.messages import (
 )
 from kvloom.gewu.qos import ClassPlanner, Level
 from kvloom.gewu.worker.cpushare import CpuShare
-from kvloom.processes import inside
+from kvloom.processes import childlog, inside
+from kvloom.processes.channel import Channel
 from kvloom.rank.byte_tokenizer import ByteTokenizer
 from kvloom.rank.main import open_runner
 from kvloom.rank.pages import release_blocks
@@ -212,6 +212,7 @@ def _fit(config: EngineConfig) -> tuple[EngineConfig, int, int]:
 
 
 def main() -> None:
+    childlog.begin(int(sys.argv[2]))
     inside.begin()
     sock = socket.socket(fileno=os.dup(int(sys.argv[1])))  # the lowest free number: select has a limit
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.engine.link.channel import Channel
 from kvloom.net.listening import allow_descriptors
+from kvloom.processes.channel import Channel
 from tests.support.waiting import WAIT_S
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from kvloom.contract.frames import FrameBuffer, frame
+from kvloom.processes.frames import FrameBuffer, frame
 
 _LONGEST_S = 86400.0  # what the system can be asked to wait
 

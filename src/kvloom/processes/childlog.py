@@ -1,7 +1,7 @@
-"""Relays what a rank process writes to standard error into this process's log, with the rank's number.
+"""What a child process writes to standard error goes into its parent's log, with the child's name.
 
-`begin` is called in the rank: its log lines then carry level and logger. Anything else on standard error (a library's
-warning, a traceback, a crash in a kernel) is logged as a warning of the rank.
+`begin` is called in the child: its log lines then carry level and logger. Anything else on standard error (a library's
+warning, a traceback, a crash in a kernel) is logged as a warning of the child.
 """
 
 import logging
@@ -11,17 +11,17 @@ import threading
 from typing import IO
 
 _LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)", re.DOTALL)
-_OTHER = "kvloom.rank"
+_OTHER = "kvloom.processes"
 _MAX_LINE_BYTES = 1 << 16  # a longer line is logged in pieces
 
 
 def begin(level: int) -> None:
-    """In a rank: log to standard error in the form that `relay` reads."""
+    """In a child: log to standard error in the form that `relay` reads."""
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
 
 
 def level() -> int:
-    """The lowest level that this process logs of a rank."""
+    """The lowest level that this process logs of a child."""
     return logging.getLogger(_OTHER).getEffectiveLevel()
 
 
@@ -41,7 +41,7 @@ def _relay(stream: IO[bytes], who: str) -> None:
 
 
 def tell(line: str, who: str) -> None:
-    """Log one line of a rank at the level that it names."""
+    """Log one line of a child at the level that it names."""
     found = _LINE.fullmatch(line)
     if found is not None:
         logging.getLogger(found[2]).log(logging.getLevelNamesMapping()[found[1]], "%s: %s", who, found[3])
