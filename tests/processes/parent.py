@@ -31,7 +31,8 @@ from kvloom.images import process as painting
 from kvloom.images.messages import Setup
 from kvloom.processes import kinds
 from kvloom.processes.channel import Channel
-from kvloom.processes.child import lifeline
+from kvloom.processes.child import Child, Template, lifeline
+from kvloom.server.http import parsing
 from kvloom.server.serving.options import WireOptions
 from tests.support.waiting import until
 
@@ -64,9 +65,9 @@ def start_painter() -> None:
 
 
 def start_parser() -> None:
-    parsing = importlib.import_module("kvloom.server.http.parsing")
-    kept = parsing._Process([sys.executable, "-m", "kvloom.server.run.parse_process"], NoModels())
-    kept.start()
+    kept = Template(parsing._starter(NoModels()))
+    parser = Child(kinds.PARSER, "parser", template=kept)
+    found.update({"parser": parser.pid, "template of parsers": kept.pids[0]})
     signal.pause()
 
 
@@ -115,7 +116,8 @@ STARTS: dict[str, tuple[str, Callable[[], None]]] = {
     "rank": ("kvloom.rank.main", start_rank),
     "vllm": ("kvloom.vllm.main", start_vllm),
     "painter": ("kvloom.images.main", start_painter),
-    "parser": ("kvloom.server.run.parse_process", start_parser),
+    "parser": ("", start_parser),
+    "template of parsers": ("", lambda: None),
     "engine host": ("kvloom.engine_api.host", start_engine_host),
     "worker": ("", start_worker),  # forked from
     "template": ("", lambda: None),

@@ -34,7 +34,7 @@ from kvloom.server.http.parsing import Parsing
 from kvloom.server.keeping.store import ResponseStore
 from kvloom.server.observe.tracing import CallerMiddleware, Tracer
 from kvloom.server.run.guards import guard, policy_of
-from kvloom.server.run.mount import PARSER, make_dialects
+from kvloom.server.run.mount import make_dialects
 from kvloom.server.secure.api_keys import KeyRing, hash_key
 from kvloom.server.secure.tls import ServerContext
 from kvloom.server.serving.admission import Admission
@@ -163,7 +163,7 @@ def fake_server(
         models = Models(services, replace(options or WireOptions(), keeps_responses=store is not None))
         health = Health(models)
         client = httpx.Client(base_url=url, timeout=LIMIT_S)
-        made.append(FakeServer(url, engine, health, client, Parsing(PARSER, models)))
+        made.append(FakeServer(url, engine, health, client, Parsing(models)))
         shown = ServerConfig(tuple(cards), api_key_hashes=tuple(hash_key(key) for key in keys))
         dialects = make_dialects(models, health, Control(partial(_drain, health), "test"), shown, store)
         app = make_app(health, dialects, AppSettings(max_body_bytes, on_start), made[0].parsing)

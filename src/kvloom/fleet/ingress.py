@@ -23,7 +23,7 @@ from kvloom.server.http.parsing import Parsing
 from kvloom.server.http.slow import BodyTimeoutMiddleware
 from kvloom.server.keeping.store import ResponseStore
 from kvloom.server.run.guards import guard, policy_of
-from kvloom.server.run.mount import PARSER, make_dialects
+from kvloom.server.run.mount import make_dialects
 from kvloom.server.secure.api_keys import KeyRing
 from kvloom.server.serving.admission import Admission
 from kvloom.server.serving.health import Health
@@ -55,7 +55,7 @@ class Ingress:
         admission = Admission(self._config.max_link_num, self._config.max_queued_tokens)
         self._models = Models([], self._config.options, {}, admission)
         self._health = Health(self._models, is_loading=True)
-        self._parsing = Parsing(PARSER, self._models, self._config.num_parsers)
+        self._parsing = Parsing(self._models, self._config.num_parsers)
         self._engine: FleetEngine | None = None
 
     def app(self) -> ASGIApp:

@@ -3,12 +3,12 @@
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from kvloom.processes.frames import FrameBuffer, frame
+from kvloom.processes.frames import HEAD, FrameBuffer, frame
 
 _LONGEST_S = 86400.0  # what the system can be asked to wait
 
@@ -33,6 +33,39 @@ def ready_of(waited: Sequence[Waited], timeout_s: float | None, events: int = se
         poll.register(each, events)
     found = {number for number, _ in poll.poll(None if timeout_s is None else min(timeout_s, _LONGEST_S) * 1000)}
     return [each for each in waited if each.fileno() in found]
+
+
+class FrameTooLong(Exception):
+    """A frame is longer than its reader takes."""
+
+
+def send_frames(sock: socket.socket, bodies: Iterable[bytes | bytearray | memoryview]) -> None:
+    """Send large bodies without copying them. Waits for the reader. Raises OSError."""
+    for body in bodies:
+        sock.sendall(HEAD.pack(len(body)))
+        sock.sendall(body)
+
+
+def receive_frame(sock: socket.socket, max_bytes: int | None = None) -> bytes | None:
+    """The body of the next frame, of which nothing but this is read; None at the end. Raises FrameTooLong, OSError."""
+    head = _received(sock, HEAD.size)
+    if head is None:
+        return None
+    (length,) = HEAD.unpack(head)
+    if max_bytes is not None and length > max_bytes:
+        raise FrameTooLong(f"{length} bytes")
+    return _received(sock, length)
+
+
+def _received(sock: socket.socket, length: int) -> bytes | None:
+    data = bytearray(length)
+    view = memoryview(data)
+    while view:
+        count = sock.recv_into(view)
+        if not count:
+            return None
+        view = view[count:]
+    return bytes(data)
 
 
 class Channel:

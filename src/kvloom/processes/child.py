@@ -19,8 +19,9 @@ from typing import IO
 import msgspec
 
 from kvloom.contract.errors import ModelError
-from kvloom.processes import childlog, template
+from kvloom.processes import childlog
 from kvloom.processes.inside import THE_PARENTS
+from kvloom.processes.template import Forked, Order, fork
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +70,8 @@ class Child:
         fds: Sequence[int] = (),
         template: "Template | None" = None,
     ) -> None:
-        """`who`: its name in the log. It inherits `fds` besides its socket. With a template it is forked from that, if
-        that works. Raises OSError.
+        """`who`: its name in the log. It inherits `fds` besides its socket. With a template it is forked from that.
+        Raises OSError.
         """
         self.kind = kind
         ends = (end.detach() for end in socket.socketpair(socket.AF_UNIX, kind.socket))
@@ -79,8 +80,7 @@ class Child:
         try:
             argv = [*kind.command, *words(theirs.fileno(), childlog.level())]
             numbers = (theirs.fileno(), *fds)
-            forked = None if template is None else template.fork(argv, numbers, write)
-            self._process = forked or _started(kind, argv, numbers, write)
+            self._process = _process(kind, argv, numbers, write, template)
         except BaseException:
             self.sock.close()
             os.close(read)
@@ -145,13 +145,20 @@ class Child:
 
 
 class Template:
-    """A process that forks children of one kind (template.py). It is started at the first `fork`, and again after it
-    has died. Any thread may use it.
+    """A process that forks children (template.py). It is started at the first `fork`, and again after it has died. Any
+    thread may use it.
     """
 
-    def __init__(self, kind: Kind) -> None:
-        self._of = kind
-        self._kind = replace(
+    def __init__(self, begin: "Callable[[], Child]") -> None:
+        """`begin` starts the process. Raises OSError."""
+        self._begin = begin
+        self._lock = threading.Lock()
+        self._child: Child | None = None
+
+    @classmethod
+    def of(cls, kind: Kind) -> "Template":
+        """One that has imported what `kind` says."""
+        own = replace(
             kind,
             people=f"the template of {kind.people}",
             command=(sys.executable, "-m", "kvloom.processes.template"),
@@ -159,25 +166,37 @@ class Template:
             socket=SOCK_SEQPACKET,
             silence_s=_IMPORTS * kind.silence_s,
         )
-        self._lock = threading.Lock()
-        self._child: Child | None = None
+
+        def begin() -> Child:
+            child = Child(own, "template")
+            child.sock.send(kind.imports.encode())
+            return child
+
+        return cls(begin)
 
     @property
     def pids(self) -> list[int]:
         """Of the process, when there is one."""
         return [] if (child := self._child) is None else [child.pid]
 
-    def fork(self, argv: list[str], fds: Sequence[int], stderr: int) -> template.Forked | None:
-        """A new child of this process with these descriptors; None if that does not work."""
-        order = template.Order(argv, [0, 2, *fds], self._of.leads_group)
+    def fork(self, argv: list[str], fds: Sequence[int], stderr: int, leads_group: bool) -> Forked:
+        """A new child of this process with these descriptors. Raises OSError."""
+        order = msgspec.msgpack.encode(Order(argv, [0, 2, *fds], leads_group))
+        given = [lifeline(), stderr, *fds]
         with self._lock:
             try:
-                sock = self._started()
-                return template.Forked(template.fork(sock, msgspec.msgpack.encode(order), [lifeline(), stderr, *fds]))
-            except OSError as error:
-                log.warning("%s does not work: %s", self._kind.people, error)
+                return Forked(fork(self._started(), order, given))
+            except ConnectionError:  # it has died before
                 self._end()
-                return None
+                return Forked(fork(self._started(), order, given))
+            except OSError:
+                self._end()
+                raise
+
+    def start(self) -> None:
+        """Start the process before the first `fork`. Raises OSError."""
+        with self._lock:
+            self._started()
 
     def close(self) -> None:
         """End the process; children keep running."""
@@ -186,9 +205,8 @@ class Template:
 
     def _started(self) -> socket.socket:
         if self._child is None:
-            self._child = Child(self._kind, "template")
-            self._child.sock.settimeout(self._kind.silence_s)
-            self._child.sock.send(self._of.imports.encode())
+            self._child = self._begin()
+            self._child.sock.settimeout(self._child.kind.silence_s)
             if not self._child.sock.recv(32):
                 raise ConnectionResetError(self._child.reason())
         return self._child.sock
@@ -209,8 +227,17 @@ def _above_standard(number: int) -> int:
     return moved
 
 
-def _started(kind: Kind, argv: Sequence[str], fds: Sequence[int], stderr: int) -> "subprocess.Popen[bytes]":
+def _process(
+    kind: Kind, argv: list[str], fds: Sequence[int], stderr: int, template: Template | None
+) -> "subprocess.Popen[bytes] | Forked":
     """Raises OSError."""
+    if template is not None:
+        try:
+            return template.fork(argv, fds, stderr, kind.leads_group)
+        except OSError as error:
+            if not kind.imports:  # it can be forked only
+                raise
+            log.warning("%s is started without its template: %s", kind.people, error)
     with signals_held_at_start():
         return subprocess.Popen(
             argv,

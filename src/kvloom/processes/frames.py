@@ -1,16 +1,16 @@
 """Messages of any size in a byte stream: each is a length (u32, little-endian) and that many bytes. No I/O.
 
-Used between processes of one machine that trust each other: an engine and its ranks, a daemon and its workers.
+Used between our own processes: an engine and its ranks, a daemon and its workers, a server and its parsers.
 """
 
 import struct
 
-_LENGTH = struct.Struct("<I")
+HEAD = struct.Struct("<I")
 
 
 def frame(body: bytes) -> bytes:
     """The bytes to send for `body`."""
-    return _LENGTH.pack(len(body)) + body
+    return HEAD.pack(len(body)) + body
 
 
 class FrameBuffer:
@@ -22,7 +22,7 @@ class FrameBuffer:
     @property
     def is_whole(self) -> bool:
         """Whether the next message is complete, so that `take` may be called."""
-        return len(self._data) >= _LENGTH.size and len(self._data) >= self._end()
+        return len(self._data) >= HEAD.size and len(self._data) >= self._end()
 
     def feed(self, data: bytes) -> None:
         """Add bytes, cut anywhere."""
@@ -31,9 +31,9 @@ class FrameBuffer:
     def take(self) -> bytes:
         """The next message; call only when it is complete."""
         end = self._end()
-        body = bytes(self._data[_LENGTH.size : end])
+        body = bytes(self._data[HEAD.size : end])
         del self._data[:end]
         return body
 
     def _end(self) -> int:
-        return _LENGTH.size + int(_LENGTH.unpack_from(self._data)[0])
+        return HEAD.size + int(HEAD.unpack_from(self._data)[0])

@@ -1,7 +1,8 @@
 """The kinds of child processes that speak to their parent through a socket: a row each."""
 
 import sys
-from socket import SOCK_SEQPACKET
+from dataclasses import replace
+from socket import SOCK_SEQPACKET, SOCK_STREAM
 
 from kvloom.processes.child import Kind
 
@@ -16,13 +17,14 @@ def _python(module: str) -> tuple[str, ...]:
 RANK = Kind(_MODEL, _python("kvloom.rank.main"))
 VLLM = Kind(_MODEL, _python("kvloom.vllm.main"), leads_group=True, exit_s=3.0)
 PAINTER = Kind(_MODEL, _python("kvloom.images.main"), silence_s=120.0, environ=_OFFLINE)
-PARSER = Kind(
-    "the process that reads large requests",
+PARSERS = Kind(
+    "the template of parsers",
     _python("kvloom.server.run.parse_process"),
     leads_group=True,
-    silence_s=60.0,
+    socket=SOCK_SEQPACKET,
     environ={"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"},
 )
+PARSER = replace(PARSERS, people="the process that reads large requests", silence_s=60.0, socket=SOCK_STREAM)
 WORKER = Kind(
     _MODEL,
     _python("kvloom.gewu.worker.main"),

@@ -5,12 +5,14 @@ import json
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from kvloom.processes import kinds
 from kvloom.server.http import parsing
 from kvloom.server.http.parsing import INLINE_BYTES
 from kvloom.server.http.turns import LONG_BYTES
@@ -178,7 +180,7 @@ def test_a_body_that_ends_its_parser_is_refused_and_the_next_is_not(troubled: Fa
 
 
 def test_a_body_that_takes_too_long_is_refused(troubled: FakeServer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(parsing, "_LIMIT_S", 0.1)
+    monkeypatch.setattr(kinds, "PARSER", replace(kinds.PARSER, silence_s=0.1))
     assert troubled.post("/v1/completions", {"prompt": "wait" + LONG}).status_code == 413
 
 
@@ -196,22 +198,15 @@ def test_no_more_bodies_wait_than_memory_is_meant_for(troubled: FakeServer, monk
     assert troubled.post("/tokenize", {"prompt": 2 * LONG}).status_code == 200
 
 
-def test_a_parser_process_that_dies_is_started_again(troubled: FakeServer, tmp_path: Path):
+def test_a_parser_that_dies_and_its_template_are_started_again(troubled: FakeServer, tmp_path: Path):
     assert troubled.post("/tokenize", {"prompt": LONG}).status_code == 200
-    worker = pid_of(tmp_path)
-    parent = int(Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    for pid in (worker, parent):
+    template = troubled.parsing._template.pids
+    for pid in (pid_of(tmp_path), *template):
         os.kill(pid, 9)
-    until(lambda: not is_alive(parent))
-    assert troubled.post("/tokenize", {"prompt": LONG}).status_code in (200, 413)
+        until(lambda pid=pid: not is_alive(pid))
+    assert troubled.post("/tokenize", {"prompt": LONG}).status_code == 413
     assert troubled.post("/tokenize", {"prompt": LONG}).status_code == 200
-
-
-def test_a_parser_at_work_ends_with_the_process_that_forked_it(troubled: FakeServer, tmp_path: Path):
-    with waiting(troubled, "wait" + LONG):
-        worker = pid_of(tmp_path)
-        os.kill(int(Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[1]), 9)
-        until(lambda: not is_alive(worker))
+    assert troubled.parsing._template.pids != template
 
 
 def test_what_is_left_of_a_body_is_bounded(monkeypatch: pytest.MonkeyPatch):

@@ -91,7 +91,7 @@ class WorkerOpener:
 
     def __init__(self, silence_s: float) -> None:
         self._kind = replace(kinds.WORKER, silence_s=silence_s)
-        self._template = Template(self._kind)
+        self._template = Template.of(self._kind)
         self._num_workers = 0  # that were not closed
         self._ending: set[asyncio.Task[None]] = set()
 

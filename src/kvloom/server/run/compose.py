@@ -29,7 +29,7 @@ from kvloom.server.observe.tracing import CallerMiddleware, Tracer
 from kvloom.server.run.guards import guard, policy_of
 from kvloom.server.run.kvnote import advice_note, form_note, kv_note, weights_note
 from kvloom.server.run.loading import Loaded, Opening
-from kvloom.server.run.mount import PARSER, make_dialects
+from kvloom.server.run.mount import make_dialects
 from kvloom.server.secure.api_keys import KeyRing
 from kvloom.server.serving.admission import Admission
 from kvloom.server.serving.card import ModelCard
@@ -90,7 +90,7 @@ class _Parts:
 def _make_server(config: ServerConfig, parts: _Parts) -> DrainingServer:
     ports, tls, admission = parts.ports, parts.tls, Admission(config.max_link_num, config.max_queued_tokens)
     models = Models([], config.options, dict.fromkeys(card.name for card in config.pictures), admission)
-    health, parsing = Health(models, is_loading=True), Parsing(PARSER, models, config.num_parsers)
+    health, parsing = Health(models, is_loading=True), Parsing(models, config.num_parsers)
     server: DrainingServer | None = None
 
     def on_start() -> None:

@@ -1,6 +1,5 @@
 """The dialects of a server, and the program that parses their large bodies. A new dialect is added here."""
 
-import sys
 from importlib.metadata import version
 
 from kvloom.server.config.settings import ServerConfig
@@ -36,8 +35,6 @@ from kvloom.server.http.reply import Dialect
 from kvloom.server.keeping.store import ResponseStore
 from kvloom.server.serving.health import Health
 from kvloom.server.serving.registry import Models
-
-PARSER = (sys.executable, "-m", "kvloom.server.run.parse_process")  # see Parsing
 
 
 def may_stop_by_get(config: ServerConfig) -> bool:

@@ -10,21 +10,24 @@ import logging
 import os
 import pickle
 import resource
-import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
+
+import msgspec
 
 from kvloom.contract.errors import ServingError
 from kvloom.contract.images import Sight
 from kvloom.contract.messages import RankInfo
-from kvloom.processes import inside
+from kvloom.processes import childlog, inside, template
+from kvloom.processes.channel import receive_frame
 from kvloom.server.config.settings import ServerConfig
 from kvloom.server.dialects.operators.status import Control
 from kvloom.server.errors import BUG_TEXT, TooLarge
-from kvloom.server.http.parsing import CONTROL, FORK, Setup, Unpickler, Work, dumped, parsed, receive, send_parts
+from kvloom.server.http.parsing import Setup, Unpickler, Work, dumped, parsed, send_parts
 from kvloom.server.http.reply import Endpoint
 from kvloom.server.run.mount import make_dialects
 from kvloom.server.serving.admission import Admission
@@ -50,29 +53,21 @@ class _Engine:
 
 
 def main() -> None:
-    """Fork and kill workers on the server's orders, until it closes the socket."""
-    inside.leave_signals_to_the_parent()
-    control = socket.socket(fileno=int(sys.argv[1]))
-    sys.path[:], setup = pickle.load(sys.stdin.buffer)
+    """`SOCKET LEVEL SETUP`, the last the number of an open file. Forks workers until the server closes the socket."""
+    number, level, setup = map(int, sys.argv[1:])
+    childlog.begin(level)
     inside.begin()
-    models, endpoints = _served(pickle.loads(setup))
-    gc.collect()
-    gc.disable()  # a worker's memory is freed when it ends
-    gc.freeze()
-    children: dict[int, int] = {}  # process ids by the number of the worker
-    while True:
-        data, sockets, _, _ = socket.recv_fds(control, CONTROL.size, 1)
-        if not data:
-            break
-        kind, number = CONTROL.unpack(data)
-        _reap(children)
-        if kind == FORK:
-            children[number] = _fork(socket.socket(fileno=sockets[0]), control, models, endpoints)
-        elif number in children:
-            os.kill(children[number], signal.SIGKILL)
-    for process_id in children.values():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process_id, signal.SIGKILL)
+    with open(f"/proc/self/fd/{setup}", "rb") as file:  # from its beginning, which other starts read too
+        sys.path[:], told = pickle.load(file)
+    models, endpoints = _served(pickle.loads(told))
+    for message, fds in template.forks(socket.socket(fileno=number)):
+        order = msgspec.msgpack.decode(message, type=template.Order)
+        template.become(order, fds)
+        inside.begin()
+        os.nice(_NICENESS)
+        resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+        gc.disable()  # a worker's memory is freed when it ends
+        template.finish(partial(_serve, socket.socket(fileno=order.targets[-1]), models, endpoints))
 
 
 def _served(setup: Setup) -> tuple[Models, Endpoints]:
@@ -91,46 +86,14 @@ def _served(setup: Setup) -> tuple[Models, Endpoints]:
     return models, {(each.method, each.path): each for dialect in dialects for each in dialect.endpoints}
 
 
-def _reap(children: dict[int, int]) -> None:
-    """Forget ended workers, whose process ids may be reused."""
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG)[0]) != 0:
-            for number, process_id in list(children.items()):
-                if process_id == ended:
-                    del children[number]
-
-
-def _fork(sock: socket.socket, control: socket.socket, models: Models, endpoints: Endpoints) -> int:
-    """The child's process id; the child serves the socket and never returns."""
-    parent, process_id = os.getpid(), os.fork()
-    if process_id:
-        sock.close()
-        return process_id
-    status = 1
-    try:
-        inside.signal_at_end_of_thread(signal.SIGKILL)  # whatever it is doing: no other process would end it
-        if os.getppid() != parent:
-            return 0
-        control.close()
-        os.nice(_NICENESS)
-        resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-        _serve(sock, models, endpoints)
-        status = 0
-    except OSError:  # the server has closed the socket
-        status = 0
-    except Exception:
-        log.exception("a parser failed")
-    finally:
-        os._exit(status)
-
-
 def _serve(sock: socket.socket, models: Models, endpoints: Endpoints) -> None:
-    while (head := receive(sock)) is not None:
-        body = receive(sock)
-        if body is None:
-            return
-        work = Unpickler([head], models, Sight()).load()  # images that were looked at stay in the server
-        send_parts(sock, _reply(work, body, models, endpoints))
+    with contextlib.suppress(OSError):  # the server has closed the socket
+        while (head := receive_frame(sock)) is not None:
+            body = receive_frame(sock)
+            if body is None:
+                return
+            work = Unpickler([head], models, Sight()).load()  # images that were looked at stay in the server
+            send_parts(sock, _reply(work, body, models, endpoints))
 
 
 def _reply(work: Work, body: bytes, models: Models, endpoints: Endpoints) -> Sequence[bytes | memoryview]:
