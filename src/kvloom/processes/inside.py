@@ -69,7 +69,7 @@ def _is_pipe(number: int) -> bool:
 def signal_at_end_of_thread(number: int = signal.SIGTERM) -> None:
     """Have the kernel send a signal to this process when the thread that started it ends, with its process or alone.
 
-    For forks of a process with one thread, and as Popen's preexec_fn for programs of others. Linux only.
+    As Popen's preexec_fn, for programs of others. Linux only.
     """
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, number)
