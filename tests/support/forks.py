@@ -5,11 +5,7 @@ requested descriptors, folder, environment, limits and command line; only its mo
 else (other options of Python, variables that a process reads at its start) is started normally.
 """
 
-import atexit
-import contextlib
-import ctypes
 import fcntl
-import gc
 import importlib.util
 import inspect
 import os
@@ -20,8 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.abc import InspectLoader
@@ -29,6 +24,9 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
+
+from kvloom.processes.template import finish, forks, show, take_over
+from kvloom.processes.template import fork as fork_from
 
 ROOT = Path(__file__).parents[2]
 # Programs that may be forked, by module, file or text, and whether they start such processes themselves.
@@ -42,6 +40,8 @@ PROGRAMS = {
     "kvloom.rank.check": False,
     "kvloom.gewu.prober.main": False,
     "kvloom.gewu.worker.main": False,
+    "kvloom.processes.template": False,
+    "tests.processes.fake": False,
     "kvloom.server.run.parse_process": False,
     "tests.gewu.client": False,
     "from kvloom.tuning.engine_test import main; main()": True,
@@ -71,15 +71,12 @@ IMPORTED = (
 WITH_TORCH = ("-X", "torch")  # before -m: a process that has imported torch as well
 
 _READ_AT_START = ("PYTHON", "LD_", "OMP_", "OPENBLAS_", "MKL_", "MALLOC_", "LANG", "LC_", "TZ", "SSL_")
-_PR_SET_CHILD_SUBREAPER = 36
-MAX_MESSAGE_BYTES, MAX_DESCRIPTORS = 1 << 18, 200
 _COMMAND_LINE_BYTES = 4096
 _ABOVE = 512  # larger than any descriptor of a test's process
 _OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # whole groups get these; its own end comes otherwise
 _USUAL = {"executable": None, "close_fds": True, "shell": False, "gid": None, "gids": None, "uid": None, "umask": -1}
 _BE = "from tests.support.forks import be; be()"
 _LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +107,7 @@ class Template:
         self._sock, self._process = sock, process
         self._lock = threading.Lock()
         self._owner = os.getpid()
+        assert sock.recv(32) == b"ready", "the process that forks has ended; it has said why"
 
     @property
     def is_mine(self) -> bool:
@@ -118,11 +116,8 @@ class Template:
 
     def fork(self, asked: Asked, descriptors: Sequence[int]) -> int:
         """The process id of a new child of this process."""
-        with self._lock, _adopting():
-            socket.send_fds(self._sock, [pickle.dumps(asked)], descriptors)
-            pid = self._sock.recv(32)
-        assert pid, "the process that forks has ended; it has said why"
-        return int(pid)
+        with self._lock:
+            return fork_from(self._sock, pickle.dumps(asked), descriptors)
 
     def close(self) -> None:
         """Ends the template; processes forked from it keep running."""
@@ -240,16 +235,6 @@ def _template(kind: tuple[str, ...]) -> Template | None:
     return _templates[kind] if _templates[kind].is_mine else None
 
 
-@contextlib.contextmanager
-def _adopting() -> Iterator[None]:
-    """Within the context this process adopts descendants whose parent ends."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-
-
 # -- the process that forks, and what is forked
 
 
@@ -259,8 +244,6 @@ def be() -> NoReturn:
     sock.set_inheritable(False)
     for name in (*IMPORTED, *(("kvloom.rank.torch_backend",) if tuple(sys.argv[2:4]) == WITH_TORCH else ())):
         import_module(name)
-    gc.collect()
-    gc.freeze()
     signals = {number: signal.signal(number, signal.SIG_IGN) for number in _OF_GROUPS}
     asked, descriptors = _offer(sock)
     while asked.starts_others:
@@ -268,7 +251,7 @@ def be() -> NoReturn:
         if os.fork():
             theirs.close()
             with ours:
-                above = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, _ABOVE)
+                above = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, max(_ABOVE, *asked.targets) + 1)
             _templates[()] = Template(socket.socket(fileno=above))
             break
         ours.close()
@@ -278,39 +261,19 @@ def be() -> NoReturn:
     for number, handler in signals.items():
         signal.signal(number, handler)
     _become(asked, descriptors)
-    os._exit(_status(lambda: _run(asked.argv)))
+    finish(lambda: _run(asked.argv))
 
 
 def _offer(sock: socket.socket) -> tuple[Asked, list[int]]:
     """Forks a child for each request; returns what to run and its descriptors, in the child only. Exits when closed."""
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
-        if not message:
-            os._exit(0)
-        between = os.fork()
-        if between == 0:
-            parent = os.getpid()
-            if os.fork():
-                os._exit(0)
-            while os.getppid() == parent:
-                time.sleep(0.0002)
-            sock.send(str(os.getpid()).encode())
-            sock.close()
-            return pickle.loads(message), descriptors
-        os.waitpid(between, 0)
-        for number in descriptors:
-            os.close(number)
+    for message, descriptors in forks(sock):
+        return pickle.loads(message), descriptors
+    os._exit(0)
 
 
 def _become(asked: Asked, descriptors: Sequence[int]) -> None:
     """Does what happens between fork and exec."""
-    above = max(_ABOVE, *asked.targets) + 1
-    moved = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, above) for number in descriptors]
-    for number in descriptors:
-        os.close(number)
-    for number, target in zip(moved, asked.targets, strict=True):
-        os.dup2(number, target)
-        os.close(number)
+    take_over(descriptors, asked.targets)
     os.chdir(asked.folder)
     os.environ.clear()
     os.environ.update(asked.environ)
@@ -325,17 +288,9 @@ def _become(asked: Asked, descriptors: Sequence[int]) -> None:
         os.setpgid(0, asked.group)
     if asked.first is not None:
         asked.first()
-    _show(asked.argv)
+    show(asked.argv)
     if asked.starts_others:
         install()
-
-
-def _show(argv: Sequence[str]) -> None:
-    """Sets the command line that others see for this process."""
-    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    shown = b"\0".join(map(os.fsencode, argv))[: end - begin - 1]
-    ctypes.memset(begin, 0, end - begin)
-    ctypes.memmove(begin, shown, len(shown))
 
 
 def _run(argv: Sequence[str]) -> None:
@@ -367,24 +322,3 @@ def _module(name: str) -> tuple[ModuleSpec, CodeType]:
     code = spec.loader.get_code(name)
     assert code is not None
     return spec, code
-
-
-def _status(run: Callable[[], None]) -> int:
-    """The exit status as Python computes it, without freeing all objects one by one, which would take most of the
-    time.
-    """
-    status = 0
-    try:
-        run()
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        status = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return status & 0xFF

@@ -17,6 +17,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+from kvloom.processes.template import MAX_DESCRIPTORS, MAX_MESSAGE_BYTES
 from tests.support import forks
 
 _PROGRAM = """#!{python} -IS
@@ -68,7 +69,7 @@ def _serve(listener: socket.socket) -> None:
 
 def _run(asking: socket.socket) -> None:
     with asking:
-        message, descriptors, _, _ = socket.recv_fds(asking, forks.MAX_MESSAGE_BYTES, forks.MAX_DESCRIPTORS)
+        message, descriptors, _, _ = socket.recv_fds(asking, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
         if not message:
             return
         argv, environ, folder, numbers = json.loads(message)

@@ -30,7 +30,6 @@ import msgspec
 from kvloom.processes import childlog, inside
 
 MAX_MESSAGE_BYTES, MAX_DESCRIPTORS = 1 << 18, 250
-_ABOVE = 512  # larger than most numbers of descriptors
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 _adopting = threading.Lock()
@@ -155,7 +154,7 @@ def become(order: Order, fds: Sequence[int]) -> None:
 
 def take_over(fds: Sequence[int], targets: Sequence[int]) -> None:
     """Give descriptors their numbers, and close all others but the standard streams."""
-    above = max(_ABOVE, *targets) + 1
+    above = max(2, *fds, *targets) + 1
     moved = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, above) for number in fds]
     os.closerange(3, above)
     for number, target in zip(moved, targets, strict=True):
