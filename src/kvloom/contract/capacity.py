@@ -8,6 +8,7 @@ The formulas are those of the tuning guide (spec 2.3.2), in bytes instead of GB:
   maxBatchSize       floor(Total Block Num / Block Num)                        max_batch
 
 Where layers keep a state, each running sequence has one besides its blocks; STATE_SHARE says how both share the cache.
+Snapshots of states have a share of their own.
 """
 
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ GIB = 1 << 30
 SHARE = 0.8  # of what the weights leave; the rest is a reserve for activations, sampling and other programs
 WORKING_BYTES = 128 << 20  # of the server, which still starts, and of steps: where they share the cache's memory
 STATE_SHARE = 0.5  # of the cache, for states at most, unless one alone takes more
+MAX_SNAPSHOTS = 1024  # more would cost more to manage than they save
 AUTO_MAX_CPU_BYTES = 2 * GIB  # default, where the cache shares its memory with the rest of the machine
 AHEAD = Ahead(16 << 20, 256 << 20, 512 << 20)
 AUTO_MAX_HOST_BYTES = 5 * GIB  # default, of the host pool for swapped-out sequences
@@ -79,11 +81,19 @@ def bytes_of_gb(size_gb: float) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Blocks of the device's pool, and of the host's pool for swapped-out sequences; states of running sequences."""
+    """Blocks of the device's pool, and of the host's pool for swapped-out sequences; states of running sequences, and
+    those kept besides.
+    """
 
     num_blocks: int
     num_host_blocks: int
     num_states: int = 0
+    num_snapshots: int = 0
+
+    @property
+    def num_places(self) -> int:
+        """States in memory."""
+        return self.num_states + self.num_snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +123,7 @@ class CapacityRequest:
     host_cache_bytes: int | None
     max_seq_len: int  # tokens; one such sequence must fit
     max_batch: int  # blocks beyond this many such sequences would be useless
+    snapshot_share: float = 0.0  # of the cache
 
     @property
     def is_automatic(self) -> bool:
@@ -130,31 +141,34 @@ def plan_pools(wanted: CapacityRequest, shape: CacheShape, machine: Machine, wei
             f"out of memory: {_gb(machine.free_bytes)} are free, the weights take {_gb(weight_bytes)}{more}; "
             "take a smaller model or a smaller weight_format"
         )
-    num_states = _num_states(wanted, shape, machine, weight_bytes)
-    wanted = replace(wanted, max_batch=num_states or wanted.max_batch)
-    num_blocks = _device_blocks(wanted, shape, machine, weight_bytes)
+    states = _num_states(wanted, shape, machine, weight_bytes)
+    wanted = replace(wanted, max_batch=states[0] or wanted.max_batch)
+    num_blocks = _device_blocks(wanted, shape, machine, weight_bytes, sum(states) * shape.state_bytes)
     host_left = machine.free_host_bytes
     if machine.is_shared:
-        taken = num_blocks * shape.block_bytes + num_states * shape.state_bytes
+        taken = num_blocks * shape.block_bytes + sum(states) * shape.state_bytes
         host_left = max(0, left - machine.num_sharing * taken)
-    return Pools(num_blocks, _host_blocks(wanted, shape.block_bytes, host_left, machine.num_sharing), num_states)
+    return Pools(num_blocks, _host_blocks(wanted, shape.block_bytes, host_left, machine.num_sharing), *states)
 
 
-def _num_states(wanted: CapacityRequest, shape: CacheShape, machine: Machine, weight_bytes: int) -> int:
-    """States that sequences may have at once: at least one, and no more than leave room for the longest sequence."""
+def _num_states(wanted: CapacityRequest, shape: CacheShape, machine: Machine, weight_bytes: int) -> tuple[int, int]:
+    """States that sequences may have at once, at least one, and snapshots; both leave room for the longest sequence."""
     if not shape.state_bytes:
-        return 0
+        return 0, 0
     if wanted.num_blocks is not None:
         budget = cache_bytes(machine.free_bytes, weight_bytes, shape.world_size)
-        room = budget - wanted.num_blocks * shape.block_bytes
+        most = room = budget - wanted.num_blocks * shape.block_bytes
     else:
         budget = _automatic_bytes(shape, machine, weight_bytes)
         most = machine.free_bytes - weight_bytes // shape.world_size - machine.working_bytes
         if wanted.kv_cache_bytes is not None:
             budget = most = wanted.kv_cache_bytes
         longest = -(-wanted.max_seq_len // shape.block_size) * shape.block_bytes
-        room = min(int(budget * STATE_SHARE), most - longest)
-    return max(1, min(wanted.max_batch, room // shape.state_bytes))
+        most -= longest
+        room = min(int(budget * STATE_SHARE), most)
+    num_states = max(1, min(wanted.max_batch, room // shape.state_bytes))
+    room = min(int(budget * wanted.snapshot_share), most - num_states * shape.state_bytes)
+    return num_states, max(0, min(MAX_SNAPSHOTS, room // shape.state_bytes))
 
 
 def _automatic_bytes(shape: CacheShape, machine: Machine, weight_bytes: int) -> int:
@@ -163,10 +177,9 @@ def _automatic_bytes(shape: CacheShape, machine: Machine, weight_bytes: int) -> 
     return min(budget // machine.num_sharing, AUTO_MAX_CPU_BYTES) if machine.is_shared else budget
 
 
-def _device_blocks(wanted: CapacityRequest, shape: CacheShape, machine: Machine, weight_bytes: int) -> int:
-    """`wanted.max_batch`: sequences that run at once, each of which has a state."""
+def _device_blocks(wanted: CapacityRequest, shape: CacheShape, machine: Machine, weight_bytes: int, states: int) -> int:
+    """`wanted.max_batch`: sequences that run at once. `states`: bytes of all states."""
     block_bytes, per_seq = shape.block_bytes, -(-wanted.max_seq_len // shape.block_size)
-    states = wanted.max_batch * shape.state_bytes
     left = machine.free_bytes - weight_bytes // shape.world_size - states
     if wanted.num_blocks is not None:
         _refuse("num_blocks", wanted.num_blocks * block_bytes, left, str(left // block_bytes))

@@ -22,6 +22,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 WEIGHT_FORMATS = ("auto", "stored", "w8a8", "w4a8", "bf16")
 KV_DTYPES = ("auto", "bf16", "int8")
 MAX_BATCH, STEP_TOKENS = 64, 512  # where they are not given
+SNAPSHOT_SHARE, MAX_SNAPSHOT_SHARE = 0.25, 0.9
 MAX_CRASH_PATIENCE_S = 86_400
 MAX_GAP_S = 100
 MAX_COUNT = 2**31 - 1  # largest number of tokens, sequences, blocks that kernels and messages can count
@@ -149,6 +150,7 @@ class EngineConfig:
     prompt_lookup_max: int = 4
     max_draft_tokens: int = 16  # as in Limits: with many sequences drafts cost more than they save
     enable_prefix_cache: bool = True
+    snapshot_share: float = SNAPSHOT_SHARE  # of the cache's memory, for states that others may begin with
     run_ahead: bool = True  # send the step after a decode before the decode's tokens are known
     idle_release_s: float = 300.0  # seconds without work after which unused KV memory is given back; 0 = never
     kv_tier: TierConfig | None = None  # where blocks outlive this engine; needs the prefix cache
@@ -195,6 +197,7 @@ class EngineConfig:
         for name in ("fair_token_s", "idle_release_s"):
             if not getattr(self, name) >= 0:
                 raise BadRequest(name, f"must not be negative, got {getattr(self, name):g}")
+        _between("snapshot_share", self.snapshot_share, 0, MAX_SNAPSHOT_SHARE)
         _between("max_gap_s", self.max_gap_s or 0, 0, MAX_GAP_S)
         _between("crash_patience_s", self.crash_patience_s, 0, MAX_CRASH_PATIENCE_S)
         for name in ("prefill_policy", "decode_policy"):

@@ -51,10 +51,10 @@ class Work(msgspec.Struct, array_like=True):
     blocks: list[int]
     draft: list[int] = []
     loads: list[tuple[int, int]] = []
-    state: int = (
-        -1
-    )  # where a fresh or preempted sequence has its state from now on; -1 = as before, or the model has none
+    state: int = -1
     copied: int = -1
+    begun: int = -1
+    kept: int = -1
 
 
 class Transfer(msgspec.Struct, array_like=True):
@@ -189,11 +189,19 @@ class RankInfo(msgspec.Struct, array_like=True):
     takes_again: bool = False  # Batch.again may be sent
     num_states: int = 0  # sequences that may run at once, each with a state, if layers keep one; 0 = they do not
     state_bytes: int = 0  # of one sequence
+    num_snapshots: int = 0  # states that may be kept besides, for others to begin with
 
     @property
-    def cache_shape(self) -> tuple[int, int, int, int, int]:
+    def cache_shape(self) -> tuple[int, ...]:
         """Must be equal for all ranks of a model, because the engine's block numbers hold for all."""
-        return self.num_blocks, self.block_size, self.kv_bytes, self.num_host_blocks, self.num_states
+        return (
+            self.num_blocks,
+            self.block_size,
+            self.kv_bytes,
+            self.num_host_blocks,
+            self.num_states,
+            self.num_snapshots,
+        )
 
 
 class LoadAdapter(msgspec.Struct, array_like=True, tag="load_adapter"):

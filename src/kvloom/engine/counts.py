@@ -48,11 +48,12 @@ class Counts:
         )
 
 
-def gauges(seqs: Sequence[Seq], pool: BlockPool) -> dict[str, Any]:
-    """The gauges of this moment, by field names of Stats."""
+def gauges(seqs: Sequence[Seq], pool: BlockPool, max_batch: int, state_bytes: int) -> dict[str, Any]:
+    """The gauges of this moment, by field names of Stats. `state_bytes`: of one state."""
     statuses = [seq.status for seq in seqs]
     num_running = statuses.count(Status.RUNNING)
     return {
+        "max_batch": max_batch,
         "num_running": num_running,
         "num_waiting": len(statuses) - num_running,
         "num_loading": statuses.count(Status.LOADING),
@@ -60,6 +61,10 @@ def gauges(seqs: Sequence[Seq], pool: BlockPool) -> dict[str, Any]:
         "num_free_blocks": pool.num_free,
         "num_cached_blocks": pool.num_cached,
         "num_evicted_blocks": pool.num_evicted,
+        "num_snapshots": pool.snapshots.count,
+        "max_snapshots": pool.snapshots.most,
+        "snapshot_bytes": pool.snapshots.count * state_bytes,
+        "num_evicted_snapshots": pool.snapshots.num_evicted,
         "num_swapped": sum(bool(seq.host_blocks) for seq in seqs),
         "num_host_blocks": pool.host.count,
         "num_free_host_blocks": pool.host.num_free,

@@ -29,7 +29,7 @@ from kvloom.engine.room import limits_of, pool_of
 from kvloom.engine.schedule.again import Again
 from kvloom.engine.schedule.ahead import may_follow, must_wait
 from kvloom.engine.schedule.blocks import BlockPool
-from kvloom.engine.schedule.commit import apply_step, check, commit_step, is_stale, release_seq, swap_out
+from kvloom.engine.schedule.commit import apply_step, check, commit_step, end_seq, is_stale, release_seq, swap_out
 from kvloom.engine.schedule.lookup import lookup_of
 from kvloom.engine.schedule.pace import Pace
 from kvloom.engine.schedule.policies import Turns, policy_of
@@ -281,7 +281,7 @@ class Engine:
         """Gauges of this moment and totals since the engine was made."""
         seqs = [live.seq for live in self._seqs.values()]
         believed = {"decode_step_s": self._pace.decode_s(seqs), "prompt_token_s": self._pace.token_s or 0.0}
-        now = gauges(seqs, self._pool) | believed | {"max_batch": self._limits.max_batch}
+        now = gauges(seqs, self._pool, self._limits.max_batch, self._executor.info.state_bytes) | believed
         return self._counts.stats(now, self._transfers.counts())
 
     def check(self) -> None:
@@ -339,7 +339,7 @@ class Engine:
         for step in plan.steps:
             live = self._seqs[step.seq.id]
             if not live.is_known:
-                live.count_start(self._counts, step.start)
+                live.count_start(self._counts, step)
                 new.append(live.introduce())
         return new
 
@@ -374,7 +374,7 @@ class Engine:
             self._counts.add("total_accepted_tokens", num_accepted)
         if live.finish is not None:
             del self._seqs[seq.id]
-            release_seq(seq, self._pool, Status.FINISHED)
+            end_seq(seq, self._pool)
             self._dropped.append(seq.id)
         elif live.lookup is not None:
             live.lookup.learn(num_drafted, num_accepted)

@@ -13,7 +13,7 @@ from kvloom.engine.counts import Counts
 from kvloom.engine.schedule.blocks import BASE, Scope
 from kvloom.engine.schedule.commit import forget_rank
 from kvloom.engine.schedule.lookup import PromptLookup
-from kvloom.engine.schedule.seq import Seq, Status
+from kvloom.engine.schedule.seq import Seq, SeqStep, Status
 from kvloom.engine.text.detok import Detokenizer, text_bytes
 from kvloom.engine.text.stop import Ends, StopStrings, finish_of
 
@@ -54,13 +54,15 @@ class Live:
         begin = seq.switch.at if seq.switch is not None else 0
         return NewSeq(seq.id, known[0], request.params, self.seed, *about, known[1], request.second, begin)
 
-    def count_start(self, counts: Counts, num_cached: int) -> None:
-        """Count its start, or its continuation after a crash; `num_cached` tokens need not be computed."""
+    def count_start(self, counts: Counts, step: SeqStep) -> None:
+        """Count its start, or its continuation after a crash, with its first step."""
+        counts.add("total_snapshot_hits", step.snapshot is not None)
+        counts.add("total_stateless_tokens", step.num_stateless)
         if self.seq.num_preemptions == 0:
             counts.add("total_cached_tokens", self.seq.num_cached)
         if self.num_lost is not None:
             counts.add("total_resumed")
-            counts.add("total_recomputed_tokens", max(0, self.num_lost - num_cached))
+            counts.add("total_recomputed_tokens", max(0, self.num_lost - step.start))
             self.num_lost = None
 
     def lose_rank(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from kvloom.contract.config import EngineConfig, Limits
 from kvloom.contract.messages import RankInfo
 from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.snapshots import Snapshots
 
 
 def limits_of(config: EngineConfig, info: RankInfo) -> Limits:
@@ -16,6 +17,9 @@ def limits_of(config: EngineConfig, info: RankInfo) -> Limits:
 
 
 def pool_of(config: EngineConfig, info: RankInfo) -> BlockPool:
-    """The pools, without a prefix cache where layers keep a state: of a prefix only the blocks are kept."""
-    is_caching = config.enable_prefix_cache and not info.num_states
-    return BlockPool(info.num_blocks, is_caching, info.num_host_blocks, info.num_states)
+    """The pools, without a prefix cache where layers keep a state and there is no room for snapshots: of a prefix only
+    the blocks would be kept.
+    """
+    is_caching = config.enable_prefix_cache and bool(info.num_snapshots or not info.num_states)
+    snapshots = Snapshots(info.num_states, info.num_snapshots if is_caching else 0, info.block_size)
+    return BlockPool(info.num_blocks, is_caching, info.num_host_blocks, snapshots)

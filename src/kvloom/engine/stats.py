@@ -25,6 +25,10 @@ class Stats:
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_evicted_blocks: int = 0  # published blocks handed out for other contents, since the rank started
+    num_snapshots: int = 0  # states kept for others to begin with
+    max_snapshots: int = 0
+    snapshot_bytes: int = 0  # what these take
+    num_evicted_snapshots: int = 0  # given up for others, since the rank started
     num_saving_blocks: int = 0  # blocks under way to the outer tier
     num_swapped: int = 0  # sequences that are swapped out to the host
     num_host_blocks: int = 0
@@ -39,6 +43,8 @@ class Stats:
     total_finished: int = 0
     total_prompt_tokens: int = 0
     total_cached_tokens: int = 0
+    total_snapshot_hits: int = 0  # requests that began with the state of a snapshot
+    total_stateless_tokens: int = 0  # prompt tokens whose keys were cached, computed again because no state was
     total_output_tokens: int = 0
     total_preemptions: int = 0
     total_swapped: int = 0  # of the preemptions, those that were copied to the host

@@ -54,7 +54,8 @@ def open_runner(
         backend, pools = opened
         _tell_states(config, spec)
         embedding, lacks = checkpoint.embedding, _lacks(checkpoint)
-        facts = ModelFacts(spec.vocab_size, max_seq_len, eos_ids, embedding, lacks, spec.sees_ahead, reach_of(spec))
+        sees = spec.sees_ahead, reach_of(spec)
+        facts = ModelFacts(spec.vocab_size, max_seq_len, eos_ids, embedding, lacks, *sees, pools.num_snapshots)
         must_wait = config.world_size > 1 or spec.state_floats > 0  # no token is computed twice
         guides = Guides(functools.partial(_tokenizer, config.model), spec.vocab_size, must_wait)
         return ModelRunner(backend, facts, pools.num_host_blocks, guides)
@@ -141,7 +142,7 @@ def _open_kernels(
             spec,
             checkpoint.weights,
             pools.num_blocks,
-            CpuOptions(weight_format, kv_dtype, None, None, _packed(config, checkpoint), size, pools.num_states),
+            CpuOptions(weight_format, kv_dtype, None, None, _packed(config, checkpoint), size, pools.num_places),
             progress,
         )
     except ModelError as error:
@@ -172,7 +173,7 @@ def _open_reference(
     torch_backend = _torch_backend(_needs_torch(config))
     mesh = torch_backend.join_mesh(config, *seat)
     pools = torch_backend.least_pools(pools_for(config, "reference", checkpoint, max_seq_len, size), mesh, config)
-    options = torch_backend.options_of(config, size, mesh, pools.num_states)
+    options = torch_backend.options_of(config, size, mesh, pools.num_places)
     backend = torch_backend.ReferenceBackend(spec, checkpoint.weights, pools.num_blocks, options, progress)
     return backend, pools
 
@@ -211,6 +212,7 @@ def pools_for(config: EngineConfig, backend: str, checkpoint: Checkpoint, max_se
         *swapped,
         max_seq_len,
         config.max_batch,
+        config.snapshot_share if config.enable_prefix_cache else 0.0,
     )
     token_bytes = footprint.kv_token_bytes(config, backend, spec)
     shape = CacheShape(token_bytes, block_size, config.world_size, footprint.state_bytes(spec))

@@ -1,7 +1,7 @@
 """ModelRunner: batches to arrays, arrays to logits, logits to tokens. Lives in a rank process."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,7 @@ class ModelFacts:
     lacks: dict[str, str] = field(default_factory=dict)  # of RankInfo
     sees_ahead: bool = False  # of RankInfo
     reach: int = 0  # of RankInfo
+    num_snapshots: int = 0  # of the backend's states, those that no running sequence has
 
 
 class ModelRunner:
@@ -112,8 +113,9 @@ class ModelRunner:
             sees_ahead=facts.sees_ahead,
             reach=facts.reach,
             takes_again=True,
-            num_states=backend.num_states,
+            num_states=backend.num_states - facts.num_snapshots,
             state_bytes=backend.state_bytes,
+            num_snapshots=facts.num_snapshots,
         )
         self._backend = backend
         self._eos_ids = [id for id in facts.eos_ids if 0 <= id < facts.vocab_size]  # files write -1 for none
@@ -166,8 +168,10 @@ class ModelRunner:
         self._swap.save(batch.swap_out)
         self._swap.load([pair for work in batch.work for pair in work.loads])
         self._blocks.copy([(work.copied, self._first_block(work)) for work in batch.work if work.copied >= 0])
+        self._copy_states((work.begun, work.state) for work in batch.work if work.begun >= 0)
         if batch.work or batch.again:
             self._compute(batch, output)
+        self._copy_states((self._states[work.id].place, work.kept) for work in batch.work if work.kept >= 0)
         output.compute_s = time.perf_counter() - started
         return output
 
@@ -183,6 +187,12 @@ class ModelRunner:
 
     def unload_adapter(self, id: int) -> None:
         self._backend.drop_adapter(id)
+
+    def _copy_states(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy states between places: (from, to)."""
+        states = self._backend.sequence_states
+        for source, target in pairs:
+            self._backend.copy(states[target], states[source])
 
     def _compute(self, asked: Batch, output: StepOutput) -> None:
         if asked.again:

@@ -44,7 +44,7 @@ def join_mesh(config: EngineConfig, rank: int, rendezvous: str) -> Mesh:
 
 def least_pools(pools: Pools, mesh: Mesh, config: EngineConfig) -> Pools:
     """The smallest sizes of all ranks, which every rank can hold."""
-    sizes = (pools.num_blocks, pools.num_host_blocks, pools.num_states)
+    sizes = (pools.num_blocks, pools.num_host_blocks, pools.num_states, pools.num_snapshots)
     return Pools(*(mesh.least(number, config.device) for number in sizes))
 
 

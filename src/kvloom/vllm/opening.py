@@ -29,6 +29,7 @@ _UNUSED = (
     ("weight_format", "weightFormat", "is of the CPU kernels; quantization is vLLM's word"),
     ("weight_cache", "weightCache", "is of the CPU kernels"),
     ("kv_dtype", "kvCacheDtype", "is of the CPU kernels; --vllm kv_cache_dtype=... is vLLM's"),
+    ("snapshot_share", "snapshotShare", "is of kvloom's prefix cache"),
     ("dtype", "dtype", "is given with vLLM's own names"),
     ("num_speculative_tokens", "numSpeculativeTokens", "is kvloom's; --vllm speculative_config=... is vLLM's"),
     ("max_gap_s", "maxDecodeGap", "is of kvloom's scheduler"),

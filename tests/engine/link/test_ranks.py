@@ -120,7 +120,7 @@ def test_ranks_whose_caches_differ_are_refused(monkeypatch):
 
     monkeypatch.setattr(RankExecutor, "_spawn", spawn)
     with pytest.raises(
-        ModelError, match=r"differ in blocks, tokens, bytes, host blocks or states: \[64, 16, 0, 0, 0\]; \[64, 32,"
+        ModelError, match=r"differ in blocks, tokens, bytes, host blocks or states: \[64, 16, 0, 0, 0, 0\]; \[64, 32,"
     ):
         open_ranks(EngineConfig(backend="fake", world_size=2), list)
     for end in ends:

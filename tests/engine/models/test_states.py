@@ -119,10 +119,40 @@ def test_no_more_sequences_run_than_there_are_states(folder, alone, backend):
     assert [tokens_of(found[request.id])[-1] for request in requests()] == [tokens[-1] for tokens in alone]
 
 
-def test_a_prompt_that_was_seen_before_is_computed_again_and_answered_alike(folder, alone, backend):
+def test_a_prompt_that_was_seen_before_begins_with_its_state_and_is_answered_alike(folder, alone, backend):
     engine = engine_over(opened(folder, backend))
     assert answers(engine) == answers(engine) == alone
-    assert engine.stats().total_cached_tokens == 0
+    assert engine.stats().total_cached_tokens == 39 + 89, "all but the last token; the shortest one is not worth it"
+
+
+def turns(engine: Engine) -> list[tuple[list[int], int]]:
+    """A conversation, its last answer again, and two that leave it: answers, and how many tokens each computed."""
+    found, history = [], list(prompt(50))
+
+    def ask(tokens: Sequence[int]) -> list[int]:
+        request = Request(f"{len(found)}", tuple(tokens), SamplingParams(temperature=0, max_tokens=21, ignore_eos=True))
+        deltas = run_all(engine, request)[request.id]
+        found.append((tokens_of(deltas), len(tokens) - deltas[0].num_cached_tokens))
+        return tokens_of(deltas)
+
+    for length in (0, 5, 30):
+        history += prompt(length)
+        asked = list(history)
+        history += ask(history)
+    for tokens in (asked, *([*history[:68], (history[68] + i) % 128, *prompt(20)] for i in (1, 2, 3))):
+        ask(tokens)
+    return found
+
+
+@pytest.mark.parametrize(("kernels", "size"), [("cpu", 16), ("cpu", 32), ("cpu", 128), ("reference", 16)])
+@pytest.mark.parametrize("fields", [{}, {"max_tokens_per_step": 8, "max_batch": 4}], ids=["whole", "in chunks"])
+def test_a_conversation_from_the_cache_is_the_one_that_is_computed(folder, kernels, size, fields):
+    sizes = {"num_blocks": 1280 // size, "block_size": size, "max_seq_len": 160}
+    computed = turns(engine_over(opened(folder, kernels, snapshot_share=0.0, **sizes)))
+    cached = turns(engine_over(opened(folder, kernels, **sizes), **fields))
+    assert [tokens for tokens, _ in cached] == [tokens for tokens, _ in computed]
+    assert [count for _, count in computed] == [50, 76, 127, 127, 89, 89, 89]
+    assert [count for _, count in cached] == [50, 5 + 1, 30 + 1, 1, 89 - 49, 21, 21]
 
 
 def test_memory_that_went_back_to_the_system_is_no_part_of_an_answer(folder, alone, backend):
@@ -167,7 +197,7 @@ def test_what_cannot_work_with_states_is_told(folder, backend, caplog):
         open_runner(config, [], lambda done, total: None)
     assert "keep states: switched off is numSpeculativeTokens, cpuMemSize" in caplog.text
     told = kv_note("m", info, config)
-    assert "and for 7 sequences at once, whose states of 0 MB each take up to 0 MB" in told
+    assert "and for 7 sequences at once, whose states of 0 MB each take up to 0 MB, and for 1024 such states of" in told
 
 
 def test_an_outer_tier_is_refused_by_name(folder, backend):

@@ -42,8 +42,18 @@ def test_a_batch_without_work_changes_nothing():
         [Work(1, 8, 1, 1, [], draft=[3]), Work(2, 6, 1, 1, [])],
         [Work(1, 8, 1, 0, [5], loads=[(0, 5)]), Work(2, 6, 1, 1, [])],
         [Work(1, 8, 1, 1, []), Work(2, 6, 1, 1, []), Work(3, 0, 1, 0, [7])],
+        [Work(1, 8, 1, 1, [], kept=3), Work(2, 6, 1, 1, [])],
     ],
-    ids=["fewer", "another order", "computed once more", "two tokens", "a draft", "copied back", "more"],
+    ids=[
+        "fewer",
+        "another order",
+        "computed once more",
+        "two tokens",
+        "a draft",
+        "copied back",
+        "more",
+        "a state kept",
+    ],
 )
 def test_any_other_step_is_sent_whole(works):
     batch = shortened(FIRST, works)

@@ -1,5 +1,7 @@
 """KV blocks in memory and sequences in blocks: the worked example of the tuning guide (spec 2.3.2), refusals."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -179,6 +181,16 @@ def test_with_a_given_number_of_blocks_states_take_what_is_left():
     assert plan_pools(wish(num_blocks=40, max_batch=64), STATEFUL, machine, 0) == Pools(40, 0, room // (100 << 10))
     with pytest.raises(ModelError, match=r"num_blocks asks for 0\.00 GB of KV cache and 0\.00 GB are left"):
         plan_pools(wish(num_blocks=125), STATEFUL, machine, 0)
+
+
+def test_snapshots_have_a_share_of_their_own_and_leave_room_for_the_longest_sequence():
+    shared = wish(kv_cache_bytes=1 << 20, max_batch=3)
+    planned = plan_pools(replace(shared, snapshot_share=0.25), STATEFUL, ROOMY, 0)
+    assert planned == Pools(3 * 10, 0, num_states=3, num_snapshots=2)
+    planned = plan_pools(replace(shared, snapshot_share=0.9), STATEFUL, ROOMY, 0)
+    assert planned == Pools(14, 0, num_states=3, num_snapshots=5), "the longest sequence has 10 blocks"
+    assert planned.num_places == 3 + 5
+    assert plan_pools(replace(wish(max_batch=3), snapshot_share=0.25), STATEFUL, ROOMY, 0).num_snapshots == 1024
 
 
 def test_a_context_longer_than_an_automatic_cache_leaves_its_share_to_states():

@@ -12,6 +12,7 @@ from kvloom.engine.schedule.blocks import BlockPool, extend_chain
 from kvloom.engine.schedule.commit import apply_step, check, commit_step, is_stale, release_seq, swap_out
 from kvloom.engine.schedule.scheduler import plan_step
 from kvloom.engine.schedule.seq import Plan, Seq, Status
+from kvloom.engine.schedule.snapshots import Snapshots
 
 BLOCK = 4
 
@@ -77,7 +78,8 @@ def test_who_is_preempted_makes_room_by_what_is_still_its_own():
 
 
 def test_a_sequence_has_a_state_from_its_admission_on_until_it_ends_or_is_preempted():
-    seqs, pool, limits = [make_seq(0, 7), make_seq(1, 4, first=100)], BlockPool(4, False, 0, 2), Limits(2, 20, BLOCK)
+    seqs, limits = [make_seq(0, 7), make_seq(1, 4, first=100)], Limits(2, 20, BLOCK)
+    pool = BlockPool(4, False, 0, Snapshots(2))
     works = apply_step(plan := plan_step(seqs, pool, limits), pool)
     assert [work.state for work in works] == [0, 1]
     commit_step(plan, {0: [7], 1: [7]}, pool, BLOCK)
@@ -270,7 +272,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         num_host_blocks = 0 if self.NUM_STATES else 5
-        self.pool = BlockPool(self.NUM_BLOCKS, not self.NUM_STATES, num_host_blocks, self.NUM_STATES)
+        self.pool = BlockPool(self.NUM_BLOCKS, not self.NUM_STATES, num_host_blocks, Snapshots(self.NUM_STATES))
         self.seqs: list[Seq] = []
         self.next_id = 0
         self.under_way: list[Plan] = []  # oldest first
@@ -387,7 +389,7 @@ class WindowedMachine(SchedulerMachine):
 
 
 class StatefulMachine(SchedulerMachine):
-    """The same for models whose layers keep states: as many as sequences run at once, and no prefix is cached."""
+    """The same with states and without snapshots: no prefix is cached."""
 
     NUM_STATES = SchedulerMachine.LIMITS.max_batch
 

@@ -35,6 +35,8 @@ def value_of(option):
     if option.type is Path:
         return [key.flag, "/a/b"], Path("/a/b")
     value = key.choices[-1] if key.choices else "some" if option.type is str else option.type(key.low or 0) + 4
+    if key.high is not None and not key.choices:
+        value = min(value, option.type(key.high))
     return [key.flag, str(value)], value
 
 

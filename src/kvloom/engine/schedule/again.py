@@ -1,6 +1,6 @@
 """Again: a step that computes one more token of each sequence of the last one is sent in a few bytes. Pure."""
 
-from kvloom.contract.messages import Batch
+from kvloom.contract.messages import Batch, Work
 
 
 class Again:
@@ -17,7 +17,11 @@ class Again:
         if not (self._is_taken and works):
             return
         is_next = [(work.id, work.start) for work in works] == self._ends
-        batch.again = is_next and all([work.num_tokens == 1 and not (work.draft or work.loads) for work in works])
+        batch.again = is_next and all([_is_plain(work) for work in works])
         self._ends = [(work.id, work.start + work.num_tokens) for work in works]
         if batch.again:
             batch.work = [work for work in works if work.blocks]
+
+
+def _is_plain(work: Work) -> bool:
+    return work.num_tokens == 1 and not (work.draft or work.loads) and work.kept < 0

@@ -7,8 +7,8 @@ Pure bookkeeping; the bytes live in a backend. A block is in one of three states
   empty     refs == 0, no hash
 
 Cached and empty blocks together are the free ones, handed out least recently released first. `host` has the blocks
-of the second pool, where preempted sequences' blocks may wait; `states` the states of running sequences, if the model's
-layers keep some.
+of the second pool, where preempted sequences' blocks may wait; `states` the states of running sequences and of
+`snapshots`, if the model's layers keep some.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvloom.engine.schedule.places import Places
+from kvloom.engine.schedule.snapshots import Snapshots
 
 
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -57,18 +58,32 @@ def extend_chain(
 ) -> None:
     """Append to `hashes` those of the full blocks of `token_ids` that it lacks."""
     for i in range(len(hashes), len(token_ids) // block_size):
-        parent = hashes[i - 1] if i else root_hash(salt)
-        if switch is not None and i == switch.at // block_size:
-            parent = hashlib.sha256(parent + f"{switch.digest}\0{switch.at}".encode()).digest()
+        parent = parent_hash(hashes, i, block_size, salt, switch)
         hashes.append(chain_hash(parent, token_ids[i * block_size : (i + 1) * block_size]))
+
+
+def parent_hash(hashes: Sequence[bytes], index: int, block_size: int, salt: str, switch: Switch | None = None) -> bytes:
+    """What the hash of block `index` of a sequence continues; `hashes` are those of its full blocks before."""
+    parent = hashes[index - 1] if index else root_hash(salt)
+    if switch is not None and index == switch.at // block_size:
+        parent = hashlib.sha256(parent + f"{switch.digest}\0{switch.at}".encode()).digest()
+    return parent
 
 
 class BlockPool:
     """Reference-counted KV blocks 0 .. num_blocks-1 with a prefix cache. Owned by the engine thread."""
 
-    def __init__(self, num_blocks: int, is_caching: bool = True, num_host_blocks: int = 0, num_states: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        is_caching: bool = True,
+        num_host_blocks: int = 0,
+        snapshots: Snapshots | None = None,
+    ) -> None:
+        """`snapshots`: None = no layer keeps a state."""
         self.num_blocks = num_blocks
-        self.host, self.states = Places(num_host_blocks), Places(num_states)
+        self.host, self.snapshots = Places(num_host_blocks), snapshots or Snapshots()
+        self.states = self.snapshots.places
         self.is_caching = is_caching
         self._refs = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
@@ -143,8 +158,15 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 self._free[block] = None
-                if self._hash_of[block] is None and block not in self._part_hash_of:
+                if self._hash_of[block] is None and not self._is_found_in_part(block):
                     self._free.move_to_end(block, last=False)
+
+    def _is_found_in_part(self, block: int) -> bool:
+        return block in self._part_hash_of or self.snapshots.is_attached(block)
+
+    def block_of(self, key: bytes) -> int | None:
+        """The block that is published under this hash."""
+        return self._block_of.get(key)
 
     def publish(self, block: int, key: bytes) -> bool:
         """Let later sequences find a full, computed block by its hash. Of several blocks with one hash the first is
@@ -193,8 +215,11 @@ class BlockPool:
         assert all(self._hash_of[block] == key for key, block in self._block_of.items())
         assert self._part_hash_of == {block: key for key, block in self._part_of.items()}
         assert self.is_caching or not self._block_of
+        for snapshot in self.snapshots:
+            assert 0 <= snapshot.block < self.num_blocks
 
     def _forget(self, block: int) -> None:
+        self.snapshots.forget(block)
         key = self._hash_of[block]
         if key is not None:
             del self._block_of[key]

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from kvloom.contract.messages import Work
 from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.keeping import begin_keep, give_up_kept, leave_state, publish_block, publish_kept
 from kvloom.engine.schedule.seq import Plan, Seq, SeqStep, Status, num_blocks_of
 
 
@@ -35,6 +36,8 @@ def apply_step(plan: Plan, pool: BlockPool) -> list[Work]:
     pool.retain(copied)  # until nothing is allocated: the rank copies them before it computes
     works = [_admit(step, pool) for step in plan.steps]
     pool.release(copied)
+    for step, work in zip(plan.steps, works, strict=True):  # behind admissions: a place is read before it is written
+        begin_keep(step, work, pool)
     return works
 
 
@@ -42,7 +45,7 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
     seq = step.seq
     new = pool.allocate(step.num_new_blocks)
     assert new is not None, "the plan promised blocks that are not free"
-    first, loads, state = 0, [], -1
+    first, loads, state, begun = 0, [], -1, -1
     if seq.status is Status.WAITING:
         seq.status = Status.RUNNING
         seq.num_computed, seq.block_table = step.start, list(step.hits)
@@ -52,16 +55,22 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
         loads = list(zip(seq.host_blocks[len(step.hits) :], new, strict=False))  # the cached blocks are not copied back
         forget_swapped(seq, pool)
         state = _take_state(seq, pool)
+        seq.base, seq.marks = step.snapshot, list(step.marks)
+        if step.snapshot is not None:
+            pool.snapshots.touch(step.snapshot)
+            begun = step.snapshot.place
     else:
         first = len(seq.block_table)
     seq.block_table += new
     seq.num_computing += step.num_tokens
     blocks, draft = seq.block_table[first:], list(step.draft)
-    return Work(seq.id, step.start, step.num_tokens, first, blocks, draft, loads, state, step.part)
+    return Work(seq.id, step.start, step.num_tokens, first, blocks, draft, loads, state, step.part, begun)
 
 
 def _take_state(seq: Seq, pool: BlockPool) -> int:
-    """Give a state to a sequence that is admitted. Its first step begins at position 0 and reads no old contents."""
+    """Give a state to a sequence that is admitted: its first step begins at position 0 and reads no old contents, or
+    with a copy of a snapshot.
+    """
     if pool.states.count == 0:
         return -1
     found = pool.states.allocate(1)
@@ -114,11 +123,14 @@ def commit_step(
         num_full = seq.num_computed // block_size
         if num_full > seq.num_published:
             full = range(seq.num_published, num_full)
-            new = [i for i in full if pool.publish(seq.block_table[i], seq.hashes[i])]
+            new = [i for i in full if publish_block(seq, i, pool, block_size)]
             num_given = seq.giving.num_blocks if seq.giving else 0
             fresh.append([seq.block_table[i] for i in new if i >= num_given])
         seq.num_published = num_full
-        _publish_part(seq, pool, block_size)
+        if seq.states:
+            publish_kept(seq, pool)
+        else:
+            _publish_part(seq, pool, block_size)
         if reach and seq.giving is None:
             _drop_passed(seq, pool, block_size, reach)
     return [blocks for blocks in fresh if blocks]
@@ -149,11 +161,20 @@ def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
     """Release all blocks of `seq`, which has ended or waits to be copied back or computed again."""
     if status is Status.FINISHED:
         forget_swapped(seq, pool)
+    else:
+        leave_state(seq, pool)
+    give_up_kept(seq, pool)
     pool.release(seq.held_blocks)
     pool.states.release(seq.states)
     seq.block_table, seq.states = [], []
     seq.num_computed = seq.num_computing = seq.num_published = seq.num_dropped = 0
     seq.status, seq.loading = status, ()
+
+
+def end_seq(seq: Seq, pool: BlockPool) -> None:
+    """`seq` has its whole answer: release all it has, but for what others may begin with."""
+    leave_state(seq, pool)
+    release_seq(seq, pool, Status.FINISHED)
 
 
 def forget_rank(seq: Seq) -> None:
@@ -163,6 +184,7 @@ def forget_rank(seq: Seq) -> None:
     seq.num_preemptions += seq.status is Status.RUNNING
     seq.status, seq.loading, seq.is_asked = Status.WAITING, (), False
     seq.block_table, seq.host_blocks, seq.states = [], [], []
+    seq.marks, seq.keeping, seq.base = [], [], None
     seq.num_computed = seq.num_computing = seq.num_published = seq.num_dropped = seq.num_swapped = 0
 
 
@@ -179,9 +201,13 @@ def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int, transferred: Se
         assert not (seq.host_blocks and seq.block_table), "swapped out and running"
         assert 0 <= seq.num_dropped <= seq.num_published
         assert bool(seq.states) == (seq.status is Status.RUNNING and pool.states.count > 0)
+        assert seq.status is Status.RUNNING or not (seq.marks or seq.keeping)
         for block in seq.held_blocks:
             held[block] = held.get(block, 0) + 1
     pool.host.check([block for seq in seqs for block in seq.host_blocks])
-    pool.states.check([state for seq in seqs for state in seq.states])
+    coming = [keep.place for seq in seqs for keep in seq.keeping]
+    pool.snapshots.check(coming)
+    kept = [snapshot.place for snapshot in pool.snapshots]
+    pool.states.check([*(state for seq in seqs for state in seq.states), *kept, *coming])
     for block in range(pool.num_blocks):
         assert pool.num_holders(block) == held.get(block, 0), f"block {block}: holders and block tables differ"

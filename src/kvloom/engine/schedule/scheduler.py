@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from kvloom.contract.config import Limits
 from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.prefix import Prefix, find_prefix, mark_of
 from kvloom.engine.schedule.seq import LoadStep, Plan, Seq, SeqStep, Status, num_blocks_of
 from kvloom.engine.schedule.swap import SwapCosts, is_swap_cheaper
 
@@ -104,7 +105,7 @@ def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits, now: Circums
         budget = _budget(running, len(loading), pool, limits)
         coming = _Coming(
             {key for seq in loading for key in seq.loading} if now.asks_tier else None,
-            _being_computed(running, limits) if may_hold(pool, limits, alone) else None,
+            _being_computed(running, pool, limits) if may_hold(pool, limits, alone) else None,
         )
         admitted, loads = _plan_waiting(waiting, budget, pool, limits, coming)
         steps, num_free = steps + admitted, budget.num_free
@@ -159,8 +160,12 @@ def may_hold(pool: BlockPool, limits: Limits, alone: Seq | None) -> bool:
     return pool.is_caching and limits.is_continuous and not limits.is_selecting and alone is None
 
 
-def _being_computed(running: _Running, limits: Limits) -> set[bytes]:
-    """Hashes of blocks that running sequences compute in this step or in those under way."""
+def _being_computed(running: _Running, pool: BlockPool, limits: Limits) -> set[bytes]:
+    """Hashes of blocks that running sequences compute in this step or in those under way; of states, those that they
+    will keep.
+    """
+    if pool.snapshots.most:
+        return {mark.key for seq in running.seqs for mark in (*seq.marks, *(keep.mark for keep in seq.keeping))}
     planned = {step.seq.id: step.num_tokens for step in running.steps}
     return {
         key
@@ -191,7 +196,8 @@ def _share_tokens(running: Sequence[Seq], limits: Limits) -> dict[int, int]:
             share[seq.id] = 1
     budget = min(limits.max_tokens - len(share), limits.prefill_tokens)
     for seq in prefills:
-        share[seq.id] = seq.reach(seq.next_start, min(seq.num_pending, budget))
+        stop = seq.marks[0].position if seq.marks else 0
+        share[seq.id] = seq.reach(seq.next_start, min(seq.num_pending, budget), stop)
         budget -= share[seq.id]
     return share
 
@@ -254,44 +260,47 @@ def _plan_waiting(
         if len(steps) + len(loads) >= budget.num_seqs or budget.num_tokens == 0:
             break
         length = len(seq.token_ids)
-        reusable = seq.reusable(block_size)
-        hits = pool.match(reusable)
-        lacked = [] if seq.host_blocks else reusable[len(hits) :]
-        part = None if lacked or seq.host_blocks else pool.part(seq.part_hash)
-        if coming.computed and (lacked[0] if lacked else part is None and seq.part_hash) in coming.computed:
+        found = find_prefix(seq, pool, block_size)
+        if coming.computed and found.awaited in coming.computed:
             continue
-        # cached blocks that nobody else holds are free now and become used
-        taken = sum(pool.is_idle(block) for block in hits)
-        left = budget.num_free - taken - num_blocks_of(length, block_size) + len(hits)
-        if left < 0:
+        if _num_needed(found, length, pool, block_size) > budget.num_free:
+            found = find_prefix(seq, pool, block_size, may_copy=False)
+        if _num_needed(found, length, pool, block_size) > budget.num_free:
             break
-        if part is not None and pool.is_idle(part):
-            part, taken = (part, taken + 1) if left else (None, taken)
+        hits, taken = found.hits, found.num_idle(pool)
         promised = taken + max(0, _num_promised(seq, pool, limits) - len(hits))
         if promised > budget.num_spare:
             break
-        if coming.loaded is not None and lacked and not seq.is_asked:
-            if lacked[0] not in coming.loaded:
-                loads.append(LoadStep(seq, tuple(hits), tuple(lacked)))
-                coming.loaded.update(lacked)
-                budget.num_free -= taken + len(lacked)
+        if coming.loaded is not None and found.lacked and not seq.is_asked:
+            if found.lacked[0] not in coming.loaded:
+                loads.append(LoadStep(seq, tuple(hits), found.lacked))
+                coming.loaded.update(found.lacked)
+                budget.num_free -= taken + len(found.lacked)
                 budget.num_spare -= promised
             continue
-        start = max(len(hits) * block_size, seq.num_swapped)
-        start += 0 if part is None else seq.num_in_part(block_size)
-        count = seq.reach(start, min(length - start, budget.num_tokens))
+        start = found.start
+        count = seq.reach(start, min(length - start, budget.num_tokens), found.marks[0] if found.marks else 0)
         if seq.is_whole and count < length - start:
             if steps or budget.is_shared:
                 break
             count = length - start  # longer than any step: gets one of its own
         need = num_blocks_of(start + count, block_size) - len(hits)
-        steps.append(SeqStep(seq, start, count, need, tuple(hits), part=-1 if part is None else part))
+        marks = tuple(mark_of(seq, position, block_size) for position in found.marks)
+        steps.append(
+            SeqStep(seq, start, count, need, tuple(hits), (), found.part, found.snapshot, marks, found.num_stateless)
+        )
         if coming.computed is not None:
+            coming.computed.update([mark.key for mark in marks])
             coming.computed.update(_block_hashes(seq, len(hits), start + count, limits))
         budget.num_tokens = max(0, budget.num_tokens - count)
         budget.num_free -= taken + need
         budget.num_spare -= promised
     return steps, loads
+
+
+def _num_needed(found: Prefix, length: int, pool: BlockPool, block_size: int) -> int:
+    """Free blocks that a sequence of `length` tokens takes. Cached ones that nobody else holds become used."""
+    return found.num_idle(pool) + num_blocks_of(length, block_size) - len(found.hits)
 
 
 def _with_drafts(steps: Sequence[SeqStep], free: int, limits: Limits) -> list[SeqStep]:

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import msgspec
 
-from kvloom.engine.schedule.blocks import Switch, chain_hash, extend_chain, root_hash
+from kvloom.engine.schedule.blocks import Switch, chain_hash, extend_chain, parent_hash
 from kvloom.engine.schedule.giving import Giving
 from kvloom.engine.schedule.repute import Repute
+from kvloom.engine.schedule.snapshots import Snapshot
 
 
 class Status(Enum):
@@ -43,6 +45,9 @@ class Seq:
     num_preemptions: int = 0
     host_blocks: list[int] = field(default_factory=list)  # copies of its blocks while it is swapped out
     states: list[int] = field(default_factory=list)  # its place among the states, while it runs a model with such
+    marks: list["Mark"] = field(default_factory=list)  # where snapshots of its state are to be taken, in order
+    keeping: list["Keep"] = field(default_factory=list)  # those that steps under way take
+    base: Snapshot | None = None  # the last one that it began with or that was taken of it
     num_swapped: int = 0  # tokens whose keys and values are in host_blocks
     priority: int = 0  # of the request
     max_len: int = 0  # tokens it can reach, answer included; reserved at admission when preemption is off
@@ -65,7 +70,7 @@ class Seq:
         count = self.num_in_part(block_size)
         if count and not self.part_hash:
             first = self.part_index(block_size)
-            parent = self.hashes[first - 1] if first else root_hash(self.salt)
+            parent = self.parent_hash(first, block_size)
             self.part_hash = chain_hash(parent, self.token_ids[first * block_size : first * block_size + count])
 
     def part_index(self, block_size: int) -> int:
@@ -80,19 +85,29 @@ class Seq:
             return 0
         return max(0, min(len(self.token_ids), self.scored_from) - 1) % block_size
 
-    def reach(self, start: int, count: int) -> int:
-        """How many of `count` tokens from `start` on one step may compute."""
+    def reach(self, start: int, count: int, stop: int = 0) -> int:
+        """How many of `count` tokens from `start` on one step may compute. `stop`: position at which it must end."""
         at = self.switch.at if self.switch is not None else 0
-        return min(count, at - start) if start < at else count
+        count = min(count, at - start) if start < at else count
+        return min(count, stop - start) if start < stop else count
 
-    def reusable(self, block_size: int) -> list[bytes]:
-        """Hashes of the blocks that it may find computed: its last token is computed in any case, and so is the one
-        before the first scored one.
+    @property
+    def num_reusable(self) -> int:
+        """How many tokens it may find computed: its last one is computed in any case, and so is the one before the
+        first scored one.
         """
         if not self.may_reuse:
-            return []
+            return 0
         most = len(self.token_ids) if self.scored_from is None else min(len(self.token_ids), self.scored_from)
-        return self.hashes[: max(0, most - 1) // block_size]
+        return max(0, most - 1)
+
+    def reusable(self, block_size: int) -> list[bytes]:
+        """Hashes of the blocks that it may find computed."""
+        return self.hashes[: self.num_reusable // block_size]
+
+    def parent_hash(self, index: int, block_size: int) -> bytes:
+        """What the hash of its block `index` continues."""
+        return parent_hash(self.hashes, index, block_size, self.salt, self.switch)
 
     def num_scored(self, start: int, count: int) -> int:
         """Of `count` tokens from `start` on, those behind which the log-probability of the next one is wanted."""
@@ -127,12 +142,26 @@ class Seq:
         return self.repute is not None and self.repute.is_suspect(len(self.token_ids))
 
 
+class Mark(NamedTuple):
+    """A snapshot is to be taken behind `position` tokens; `key` is their hash, as of a block that ends there."""
+
+    position: int
+    key: bytes
+
+
+class Keep(NamedTuple):
+    """A step copies the state at `mark` to `place`."""
+
+    mark: Mark
+    place: int
+
+
 class SeqStep(msgspec.Struct, frozen=True):
     """`num_tokens` more tokens of `seq`, from position `start`, needing `num_new_blocks` more blocks.
 
     `hits` are cached blocks that a newly admitted sequence starts with; the blocks from there to `start` are copied
     back from the host, or the one in which it starts is first a copy of block `part` (-1 = none). The last len(draft)
-    tokens are guesses.
+    tokens are guesses. A newly admitted sequence begins with the state of `snapshot`, and gets `marks`.
     """
 
     seq: Seq
@@ -142,6 +171,9 @@ class SeqStep(msgspec.Struct, frozen=True):
     hits: tuple[int, ...] = ()
     draft: tuple[int, ...] = ()
     part: int = -1
+    snapshot: Snapshot | None = None
+    marks: tuple[Mark, ...] = ()
+    num_stateless: int = 0  # tokens behind the start whose keys and values are known, but no state
 
 
 class LoadStep(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvloom.contract.config import MAX_COUNT, MAX_CRASH_PATIENCE_S, MAX_GAP_S, WEIGHT_FORMATS
+from kvloom.contract.config import MAX_COUNT, MAX_CRASH_PATIENCE_S, MAX_GAP_S, MAX_SNAPSHOT_SHARE, WEIGHT_FORMATS
 from kvloom.server.config.backends import check_backend
 from kvloom.server.config.devices import devices_of
 from kvloom.server.config.key import PATH, Key, check_devices, check_gap, check_not_empty, needed
@@ -164,6 +164,10 @@ _MODEL: dict[str, Key] = {
     "kvCacheDtype": Key(
         str, "of the KV cache", choices=("auto", "bf16", "int8"), setting="kv_dtype", flag="--kv-dtype",
         help="Of keys and values: {choices}.",
+    ),
+    "snapshotShare": Key(
+        _NUMBER, "of the cache's memory, for states of layers that others may begin with; 0 = no prefix cache there", 0,
+        MAX_SNAPSHOT_SHARE, setting="snapshot_share", flag="--snapshot-share",
     ),
     "weightFormat": Key(
         str, "of the CPU kernels", choices=WEIGHT_FORMATS, setting="weight_format", flag="--weight-format",

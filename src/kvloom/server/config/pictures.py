@@ -17,6 +17,7 @@ _OF_LANGUAGE = {
     "parses_special_text": "parseSpecialTokens",
     "weight_format": "weightFormat",
     "kv_dtype": "kvCacheDtype",
+    "snapshot_share": "snapshotShare",
     "num_speculative_tokens": "speculate",
 }
 _NEUTRAL: tuple[object, ...] = (None, "auto", False, 0, [])  # values without effect

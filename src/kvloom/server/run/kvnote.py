@@ -38,6 +38,9 @@ def kv_note(name: str, info: RankInfo, config: EngineConfig) -> str:
     if info.num_states:
         size, most = _size(info.state_bytes), _size(info.num_states * info.state_bytes)
         may += f", and for {info.num_states} sequences at once, whose states of {size} each take up to {most}"
+    if info.num_snapshots:
+        most = _size(info.num_snapshots * info.state_bytes)
+        may += f", and for {info.num_snapshots} such states of prefixes that were computed before, up to {most}"
     if config.device != "cpu" or config.backend not in BACKENDS:
         return f"{may}.\n"
     now = f"{_size(min(AHEAD.least, info.kv_bytes))} of it are taken now, more when sequences need it"

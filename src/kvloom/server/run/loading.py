@@ -106,7 +106,7 @@ def promise_of(config: EngineConfig, info: RankInfo) -> int:
     """
     is_here = config.device == "cpu"
     num_blocks = (info.num_blocks if is_here else 0) + info.num_host_blocks
-    states = info.num_states * info.state_bytes if is_here else 0
+    states = (info.num_states + info.num_snapshots) * info.state_bytes if is_here else 0
     return info.kv_bytes // max(1, info.num_blocks) * num_blocks + states
 
 

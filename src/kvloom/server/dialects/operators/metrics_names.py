@@ -58,6 +58,21 @@ COUNTERS: Sequence[tuple[tuple[str, ...], str, Number]] = (
         "Prompt tokens found cached.",
         lambda s: s.engine.stats().total_cached_tokens,
     ),
+    (
+        ("snapshot_hits",),
+        "Requests that began with the kept state of another's prefix.",
+        lambda s: s.engine.stats().total_snapshot_hits,
+    ),
+    (
+        ("stateless_tokens",),
+        "Prompt tokens computed again because their keys were cached, but no state.",
+        lambda s: s.engine.stats().total_stateless_tokens,
+    ),
+    (
+        ("snapshots_evicted",),
+        "Kept states given up for others since the model's process started.",
+        lambda s: s.engine.stats().num_evicted_snapshots,
+    ),
     (("vllm:spec_decode_num_draft_tokens",), "Tokens guessed ahead.", lambda s: s.engine.stats().total_draft_tokens),
     (
         ("vllm:spec_decode_num_accepted_tokens",),
@@ -120,6 +135,9 @@ GAUGES: Sequence[tuple[tuple[str, ...], str, Number]] = (
         _kv_use,
     ),
     (("cpu_cache_usage_perc", "vllm:cpu_cache_usage_perc"), "Share of host KV blocks in use, 0 to 1.", _host_use),
+    (("snapshots",), "States kept for others to begin with.", lambda s: s.engine.stats().num_snapshots),
+    (("snapshots_max",), "Most of these.", lambda s: s.engine.stats().max_snapshots),
+    (("snapshot_bytes",), "Memory of these.", lambda s: s.engine.stats().snapshot_bytes),
     (
         ("decode_step_seconds",),
         "What a step is believed to take that decodes all that run.",

@@ -1,0 +1,93 @@
+"""What a waiting sequence may begin with: cached blocks, a copy of a part of one, the state behind them. Pure.
+
+Where layers keep a state, that is the longest prefix of which every block and the state are known.
+"""
+
+from typing import NamedTuple
+
+from kvloom.engine.schedule.blocks import BlockPool, chain_hash
+from kvloom.engine.schedule.seq import Mark, Seq, num_blocks_of
+from kvloom.engine.schedule.snapshots import Snapshot
+
+LEAST_APART = 16  # tokens between snapshots: fewer are computed again as quickly
+EVERY = 256  # tokens of a prompt between snapshots, if that makes no more than MOST_REGULAR
+MOST_REGULAR = 8
+
+
+class Prefix(NamedTuple):
+    """`start` tokens that need not be computed: those of the blocks `hits`, and of block `part` if it is not -1, which
+    is copied.
+    """
+
+    hits: list[int]
+    start: int
+    part: int = -1
+    snapshot: Snapshot | None = None  # the state to begin with; None = none, or no layer keeps one
+    lacked: tuple[bytes, ...] = ()  # hashes of the blocks that the outer tier may have
+    awaited: bytes = b""  # hash of what comes next: if that is being computed for another one, it is waited for
+    marks: tuple[int, ...] = ()  # positions where snapshots are to be taken
+    num_stateless: int = 0  # of SeqStep
+
+    def num_idle(self, pool: BlockPool) -> int:
+        """Blocks that are free now and become used."""
+        return sum(map(pool.is_idle, self.hits)) + (self.part >= 0 and pool.is_idle(self.part))
+
+
+def find_prefix(seq: Seq, pool: BlockPool, block_size: int, may_copy: bool = True) -> Prefix:
+    """The longest prefix that is good for every kind of layer. Without `may_copy` it ends with a block."""
+    if pool.snapshots.most:
+        return _find_state(seq, pool, block_size, may_copy)
+    reusable = seq.reusable(block_size)
+    hits = pool.match(reusable)
+    lacked = () if seq.host_blocks else tuple(reusable[len(hits) :])
+    start = max(len(hits) * block_size, seq.num_swapped)
+    if lacked or seq.host_blocks:
+        return Prefix(hits, start, lacked=lacked, awaited=lacked[0] if lacked else b"")
+    part = pool.part(seq.part_hash) if may_copy else None
+    if part is None:
+        return Prefix(hits, start, awaited=seq.part_hash)
+    return Prefix(hits, start + seq.num_in_part(block_size), part)
+
+
+def _find_state(seq: Seq, pool: BlockPool, block_size: int, may_copy: bool) -> Prefix:
+    """One pass over its blocks: as long as they are known, the last snapshot behind any of them counts."""
+    hits: list[int] = []
+    best: Snapshot | None = None
+    num_known, most = 0, seq.num_reusable
+    for index in range(num_blocks_of(most, block_size)):
+        parent, first = seq.parent_hash(index, block_size), index * block_size
+        tokens = seq.token_ids[first : min(first + block_size, most)]
+        best = pool.snapshots.find(parent, tokens, 1 if may_copy else block_size) or best
+        block = pool.block_of(seq.hashes[index]) if len(tokens) == block_size else None
+        num_known = first + (pool.snapshots.num_known(parent, tokens) if block is None else block_size)
+        if block is None:
+            break
+        hits.append(block)
+    start = best.position if best is not None else 0
+    marks = mark_positions(start, num_known, most)
+    part = best.block if best is not None and start % block_size else -1
+    awaited = mark_of(seq, marks[0], block_size).key if marks else b""
+    return Prefix(
+        hits[: start // block_size], start, part, best, awaited=awaited, marks=marks, num_stateless=num_known - start
+    )
+
+
+def mark_positions(start: int, num_known: int, most: int) -> tuple[int, ...]:
+    """Where snapshots are taken of a sequence that begins at `start`: before the last token that must be computed
+    (`most`), so that the same prompt finds it; where it leaves what is known of others; and at regular distances.
+    """
+    found: list[int] = []
+    every = EVERY
+    while (most - start) // every > MOST_REGULAR:
+        every *= 2
+    for position in (most, num_known, *range(most // every * every, start, -every)):
+        if position - start >= LEAST_APART and all(abs(position - other) >= LEAST_APART for other in found):
+            found.append(position)
+    return tuple(sorted(found))
+
+
+def mark_of(seq: Seq, position: int, block_size: int) -> Mark:
+    """The mark behind `position` > 0 of its tokens."""
+    index = (position - 1) // block_size
+    tail = seq.token_ids[index * block_size : position]
+    return Mark(position, chain_hash(seq.parent_hash(index, block_size), tail))

@@ -1,0 +1,62 @@
+"""The fake model with a state: a checksum of all tokens, beside the blocks. A state of other tokens ends the test."""
+
+import zlib
+from array import array
+
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.messages import Batch, StepOutput, Work
+from kvloom.engine.engine import Engine
+from kvloom.rank.fake import FakeRunner
+from tests.support.engine.engines import engine_over
+
+State = tuple[int, int]  # number of tokens, their checksum
+
+
+class StatefulRunner(FakeRunner):
+    """A FakeRunner whose sequences have states, and whose states may be kept for others."""
+
+    def __init__(self, config: EngineConfig, num_states: int, num_snapshots: int) -> None:
+        super().__init__(config)
+        self.info.num_states, self.info.num_snapshots = num_states, num_snapshots
+        self._memory: list[State | None] = [None] * (num_states + num_snapshots)
+        self._place: dict[int, int] = {}
+
+    def run(self, batch: Batch) -> StepOutput:
+        for work in batch.work:
+            if work.begun >= 0:
+                self._memory[work.state] = self._memory[work.begun]
+            if work.state >= 0:
+                self._place[work.id] = work.state
+        output = super().run(batch)
+        for work in batch.work:
+            if work.kept >= 0:
+                self._memory[work.kept] = self._memory[self._place[work.id]]
+        if batch.release and not self._states:
+            self._memory = [None] * len(self._memory)
+        return output
+
+    def _write(self, work: Work) -> None:
+        super()._write(work)
+        place, tokens = self._place[work.id], self._states[work.id].token_ids
+        state = self._memory[place] if work.start else (0, 0)
+        assert state == (work.start, _checksum(tokens[: work.start])), f"sequence {work.id} has another's state"
+        end = work.start + work.num_tokens
+        self._memory[place] = end, _checksum(tokens[:end])
+
+
+def _checksum(tokens: list[int]) -> int:
+    return zlib.crc32(array("q", tokens))
+
+
+def stateful_engine(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_seq_len: int = 64,
+    num_states: int = 4,
+    num_snapshots: int = 8,
+    **config: object,
+) -> Engine:
+    """An engine whose answers `fake_answer` computes, over a model with states."""
+    sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_seq_len": max_seq_len}
+    runner = StatefulRunner(EngineConfig(backend="fake", **sizes), num_states, num_snapshots)
+    return engine_over(runner, **config)
