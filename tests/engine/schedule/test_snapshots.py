@@ -246,6 +246,25 @@ def test_an_answer_that_ended_by_itself_is_a_prefix_with_its_last_token():
         assert talk.ask([*request.prompt_ids, *answer, 5], 1)[1] == 1
 
 
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+@pytest.mark.parametrize("num_end", [2, 5, 16])
+def test_where_prompts_leave_the_ones_before_shortly_before_their_ends_is_learned(block_size, num_end):
+    """Reasoning is no part of history: the next prompt leaves the last one at the marks behind which the answer begins,
+    and those hold `num_end` tokens.
+    """
+    talk, history, end = Talk(engine_of(block_size)), words(300, 0), [200] * num_end
+    beyond = []
+    for turn in range(1, 6):
+        talk.ask([*history, *words(40, turn), *end], 3)
+        history += words(40, turn)
+        told = [201, *words(50, 20 + turn)]
+        beyond.append(talk.ask([*history, *told, *end], 3)[1] - len(told) - num_end)
+        history += told
+    assert beyond[0] > 0
+    assert beyond[1:] == [0] * 4
+    assert talk.ask([*history, *end], 1)[1] <= 16, "a regenerated answer"
+
+
 def test_a_prompt_that_is_known_to_its_last_block_computes_one_token():
     talk = Talk(engine_of(16))
     assert [talk.ask(words(33, 0), 1)[1] for _ in range(2)] == [33, 1]

@@ -56,6 +56,7 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
         forget_swapped(seq, pool)
         state = _take_state(seq, pool)
         seq.base, seq.marks = step.snapshot, list(step.marks)
+        pool.snapshots.back = max(pool.snapshots.back, step.num_passed)
         if step.snapshot is not None:
             pool.snapshots.touch(step.snapshot)
             begun = step.snapshot.place

@@ -27,6 +27,7 @@ class Prefix(NamedTuple):
     awaited: bytes = b""  # hash of what comes next: if that is being computed for another one, it is waited for
     marks: tuple[int, ...] = ()  # positions where snapshots are to be taken
     num_stateless: int = 0  # of SeqStep
+    num_passed: int = 0
 
     def num_idle(self, pool: BlockPool) -> int:
         """Blocks that are free now and become used."""
@@ -53,34 +54,38 @@ def _find_state(seq: Seq, pool: BlockPool, block_size: int, may_copy: bool) -> P
     """One pass over its blocks: as long as they are known, the last snapshot behind any of them counts."""
     hits: list[int] = []
     best: Snapshot | None = None
-    num_known, most = 0, seq.num_reusable
+    num_known, num_passed, most = 0, 0, seq.num_reusable
     for index in range(num_blocks_of(most, block_size)):
         parent, first = seq.parent_hash(index, block_size), index * block_size
         tokens = seq.token_ids[first : min(first + block_size, most)]
         best = pool.snapshots.find(parent, tokens, 1 if may_copy else block_size) or best
         block = pool.block_of(seq.hashes[index]) if len(tokens) == block_size else None
-        num_known = first + (pool.snapshots.num_known(parent, tokens) if block is None else block_size)
         if block is None:
+            count = pool.snapshots.num_known(parent, tokens)
+            num_known = first + count
+            if count < len(tokens) and num_known > (best.position if best is not None else 0):
+                num_passed = pool.snapshots.num_passed(parent, tokens, count, pool.key_of)
             break
+        num_known = first + block_size
         hits.append(block)
     start = best.position if best is not None else 0
-    marks = mark_positions(start, num_known, most)
+    marks = mark_positions(start, num_known, most, max(num_passed, pool.snapshots.back))
+    counts = num_known - start, num_passed
     part = best.block if best is not None and start % block_size else -1
     awaited = mark_of(seq, marks[0], block_size).key if marks else b""
-    return Prefix(
-        hits[: start // block_size], start, part, best, awaited=awaited, marks=marks, num_stateless=num_known - start
-    )
+    return Prefix(hits[: start // block_size], start, part, best, (), awaited, marks, *counts)
 
 
-def mark_positions(start: int, num_known: int, most: int) -> tuple[int, ...]:
+def mark_positions(start: int, num_known: int, most: int, back: int = 0) -> tuple[int, ...]:
     """Where snapshots are taken of a sequence that begins at `start`: before the last token that must be computed
-    (`most`), so that the same prompt finds it; where it leaves what is known of others; and at regular distances.
+    (`most`), so that the same prompt finds it, or `back` tokens before, where later prompts leave this one; where it
+    leaves what is known of others; and at regular distances.
     """
     found: list[int] = []
     every = EVERY
     while (most - start) // every > MOST_REGULAR:
         every *= 2
-    for position in (most, num_known, *range(most // every * every, start, -every)):
+    for position in (most - back, num_known, *range(most // every * every, start, -every)):
         if position - start >= LEAST_APART and all(abs(position - other) >= LEAST_APART for other in found):
             found.append(position)
     return tuple(sorted(found))

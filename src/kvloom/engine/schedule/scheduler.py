@@ -284,18 +284,22 @@ def _plan_waiting(
             if steps or budget.is_shared:
                 break
             count = length - start  # longer than any step: gets one of its own
-        need = num_blocks_of(start + count, block_size) - len(hits)
-        marks = tuple(mark_of(seq, position, block_size) for position in found.marks)
-        steps.append(
-            SeqStep(seq, start, count, need, tuple(hits), (), found.part, found.snapshot, marks, found.num_stateless)
-        )
+        steps.append(step := _admission(seq, found, count, block_size))
         if coming.computed is not None:
-            coming.computed.update([mark.key for mark in marks])
+            coming.computed.update([mark.key for mark in step.marks])
             coming.computed.update(_block_hashes(seq, len(hits), start + count, limits))
         budget.num_tokens = max(0, budget.num_tokens - count)
-        budget.num_free -= taken + need
+        budget.num_free -= taken + step.num_new_blocks
         budget.num_spare -= promised
     return steps, loads
+
+
+def _admission(seq: Seq, found: Prefix, count: int, block_size: int) -> SeqStep:
+    """The first step of a sequence, of `count` tokens."""
+    need = num_blocks_of(found.start + count, block_size) - len(found.hits)
+    marks = tuple(mark_of(seq, position, block_size) for position in found.marks)
+    missed = found.num_passed, found.num_stateless
+    return SeqStep(seq, found.start, count, need, tuple(found.hits), (), found.part, found.snapshot, marks, *missed)
 
 
 def _num_needed(found: Prefix, length: int, pool: BlockPool, block_size: int) -> int:

@@ -173,6 +173,7 @@ class SeqStep(msgspec.Struct, frozen=True):
     part: int = -1
     snapshot: Snapshot | None = None
     marks: tuple[Mark, ...] = ()
+    num_passed: int = 0  # tokens by which it misses the snapshot of a prompt that it leaves just before its end
     num_stateless: int = 0  # tokens behind the start whose keys and values are known, but no state
 
 

@@ -6,13 +6,14 @@ least: the tokens that it saves beside the next shorter one, times a weight for 
 in GreedyDual-Size (Cao and Irani 1997). All snapshots of a model have one size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvloom.engine.schedule.places import Places
 
 Key = TypeVar("Key")
+MOST_BACK = 15  # tokens
 _PASSED = 0.25  # weight of one that has a single successor: its conversation has gone past it
 
 
@@ -61,6 +62,7 @@ class Snapshots:
         self._tokens: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # of a cached block: its parent, its tokens
         self._blocks_behind: dict[bytes, set[int]] = {}  # cached blocks by parent
         self._clock = 0.0
+        self.back = 0  # tokens before the ends of prompts at which later ones leave them, as far as is known
         self.count = 0
         self.num_coming = 0  # that make_room() has let in and add() or give_up() not settled
         self.num_evicted = 0
@@ -87,6 +89,20 @@ class Snapshots:
         cached = (self._tokens[block][1] for block in self._blocks_behind.get(parent, ()))
         tails = (each.tail for each in self._behind.get(parent, ()))
         return max((num_common(tokens, known) for known in (*cached, *tails)), default=0)
+
+    def num_passed(
+        self, parent: bytes, tokens: Sequence[int], num_known: int, key_of: Callable[[int], bytes | None]
+    ) -> int:
+        """How far behind `num_known` of `tokens`, where a prompt leaves those that are known, their nearest snapshot
+        is; 0 = there is none within MOST_BACK. `key_of`: the hash of a cached block.
+        """
+        begun = tuple(tokens[:num_known])
+        found = [len(each.tail) for each in self._behind.get(parent, ()) if each.tail[:num_known] == begun]
+        for block in self._blocks_behind.get(parent, ()):
+            known, key = self._tokens[block][1], key_of(block)
+            if known[:num_known] == begun and key is not None:
+                found += [len(known) + len(each.tail) for each in self._behind.get(key, ())]
+        return min((end - num_known for end in found if 0 < end - num_known <= MOST_BACK), default=0)
 
     def learn(self, block: int, parent: bytes, tokens: Sequence[int]) -> None:
         """The block is cached, with these tokens."""
