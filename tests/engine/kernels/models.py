@@ -2,59 +2,21 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import gguf
 import numpy as np
 import torch
 
-from kvloom.checkpoints.families.mixers import Attention, DeltaRule, Mamba2, Recurrent, Rope, ShortConv
-from kvloom.checkpoints.families.spec import DecoderSpec, Experts, Layer
+from kvloom.checkpoints.families.spec import DecoderSpec, Experts
 from kvloom.checkpoints.gguf_types import GGUF_TYPES
 from kvloom.checkpoints.quantized.packed import PackedMatrix, Part
 from kvloom.checkpoints.quantized.scheme import Scheme
 from kvloom.checkpoints.source import RawTensor, Tensor
 from kvloom.rank.kernels.backend import Backend, Head, Ints, Ragged
 
-
-class Plan(NamedTuple):
-    """A layer of tiny_spec, without the sizes that all its layers share."""
-
-    rope: Rope | None
-    window: int | None = None
-    has_experts: bool = False
-    is_gated: bool = False
-    recurrent: Recurrent | None = None  # in place of attention
-
-
-def tiny_spec(
-    family: str = "llama",
-    *,
-    hidden: int = 64,
-    intermediate: int = 96,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 32,
-    vocab: int = 101,
-    layers: tuple[Plan, ...] = (),
-    **switches: object,
-) -> DecoderSpec:
-    plans = layers or (Plan(rope_of(head_dim)),) * 2
-    sizes = Attention(heads, kv_heads, head_dim)
-    own = [
-        Layer(
-            plan.recurrent or replace(sizes, rope=plan.rope, window=plan.window, is_gated=plan.is_gated),
-            plan.has_experts,
-        )
-        for plan in plans
-    ]
-    return DecoderSpec(family, hidden, intermediate, vocab, 2048, tuple(own), 1e-5, True, **switches)
-
-
-def rope_of(dim: int, theta: float = 10000.0, factor: float = 1.0) -> Rope:
-    return Rope(tuple(float(theta ** (-2 * i / dim)) for i in range(dim // 2)), factor)
-
+from .hybrids import HYBRIDS
+from .specs import Plan, rope_of, tiny_spec
 
 SPECS = {
     "llama": tiny_spec(),
@@ -138,49 +100,7 @@ SPECS |= {
 }
 
 
-SPECS |= {
-    "delta rule": tiny_spec(
-        "qwen3_5",
-        head_dim=64,
-        qk_norm="head",
-        layers=(
-            Plan(None, recurrent=DeltaRule(2, 4, 32, 48, 4)),
-            Plan(rope_of(32), is_gated=True),
-            Plan(None, recurrent=DeltaRule(3, 6, 16, 80, 3, is_tiled=True)),  # behind the last attention
-        ),
-    ),
-    "delta rule and experts": tiny_spec(
-        "qwen3_next",
-        hidden=96,
-        head_dim=96,  # whose outputs are not quantised as soon as they are computed
-        qk_norm="head",
-        layers=(Plan(None, None, True, recurrent=DeltaRule(2, 2, 64, 64, 4)), Plan(rope_of(32), None, True, True)),
-        experts=Experts(5, 2, 40, shared=72),
-    ),
-}
-
-
-SPECS |= {
-    "short convolution": tiny_spec(
-        "lfm2",
-        hidden=288,  # more channels than a thread takes at once
-        qk_norm="head",
-        layers=(Plan(rope_of(32)), Plan(None, recurrent=ShortConv(288, 3)), Plan(None, recurrent=ShortConv(48, 5))),
-    ),
-}
-
-
-SPECS |= {
-    "mamba2": tiny_spec(
-        "granitehybrid",
-        layers=(
-            Plan(None, recurrent=Mamba2(4, 32, 48, 2, 4)),  # 320 channels, more than a thread takes at once
-            Plan(rope_of(32)),
-            Plan(None, recurrent=Mamba2(3, 16, 16, 1, 3, has_conv_bias=False, least_step=0.3, most_step=1.5)),
-            Plan(None, recurrent=Mamba2(2, 48, 32, 1, 2, has_norm=False)),
-        ),
-    ),
-}
+SPECS |= HYBRIDS
 
 
 @dataclass

@@ -18,7 +18,7 @@ Order = npt.NDArray[np.int64]
 PICKED = {"q_gated": ("q", "q_gate"), "qkvz": ("conv_in", "gate_in"), "ba": ("beta_in", "decay_in")}
 
 
-def rows_of(part: str, mixer: Mixer) -> Order:
+def rows_of(part: str, mixer: Mixer | None) -> Order:
     """For each row of the tensor `part` its row in the one of PICKED that has it."""
     if isinstance(mixer, Attention):
         both = np.arange(2 * mixer.q_size).reshape(mixer.num_heads, 2, mixer.head_dim)

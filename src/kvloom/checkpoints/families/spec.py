@@ -15,8 +15,10 @@ from kvloom.checkpoints.families.mixers import Attention, Mixer, Recurrent, Rope
 class Layer:
     """Properties in which the layers of one model may differ."""
 
-    mixer: Mixer
+    mixer: Mixer | None  # None = its MLP alone
     has_experts: bool = False  # in place of one MLP
+    has_mlp: bool = True  # otherwise its mixer alone
+    beside: Recurrent | None = None  # a second mixer, which reads what the first one reads; both outputs are added
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,8 @@ class DecoderSpec:
     query_growth: float = 0.0  # b: q at position p is multiplied by 1 + b log(1 + floor(p / growth_unit))
     growth_unit: int = 1  # tokens
     norms: Literal["pre", "post", "both", "sum"] = "pre"  # x += post(branch(pre(x))); sum: x = post(x + branch(x))
-    activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"  # clamped: see glu_limit
+    # clamped: see glu_limit; relu2: the square of relu, in MLPs without a gate
+    activation: Literal["silu", "gelu_tanh", "clamped", "relu2"] = "silu"
     glu_limit: float = 0.0  # l, a: g = min(gate, l); g sigmoid(a g) (clip(up, -l, l) + 1)
     glu_alpha: float = 0.0
     embed_scale: float = 1.0  # of token embeddings on their way in
@@ -121,7 +124,8 @@ class DecoderSpec:
     @property
     def recurrent(self) -> list[tuple[int, Recurrent]]:
         """(number of the layer, its mixer) of the layers with a state, in the order of these in a sequence's memory."""
-        return [(index, own.mixer) for index, own in enumerate(self.layers) if isinstance(own.mixer, Recurrent)]
+        both = [(index, mixer) for index, own in enumerate(self.layers) for mixer in (own.mixer, own.beside)]
+        return [(index, mixer) for index, mixer in both if isinstance(mixer, Recurrent)]
 
     @property
     def state_floats(self) -> int:
@@ -148,7 +152,12 @@ class DecoderSpec:
         mixers = (turned.get(index, layer.mixer) for index, layer in enumerate(self.layers))
         return self.with_mixers(tuple(mixers)) if short else self
 
-    def with_mixers(self, mixers: Sequence[Mixer]) -> "DecoderSpec":
+    @property
+    def gates_mlps(self) -> bool:
+        """Whether MLPs have a gate."""
+        return self.encoder is None and self.activation != "relu2"
+
+    def with_mixers(self, mixers: Sequence[Mixer | None]) -> "DecoderSpec":
         """The same model with other mixers, one for each layer."""
         return replace(
             self, layers=tuple(replace(layer, mixer=own) for layer, own in zip(self.layers, mixers, strict=True))
@@ -159,13 +168,14 @@ class DecoderSpec:
         shapes: Shapes = {"embed": (self.vocab_size, self.hidden)} | self._outer_shapes()
         if self.has_logits and not self.tie_embeddings:
             shapes["head"] = (self.vocab_size, self.hidden)
-        dense = _mlp_shapes(self.hidden, self.intermediate)
+        dense = _mlp_shapes(self.hidden, self.intermediate, self.gates_mlps)
         if self.encoder:
-            del dense["gate"]
             dense |= {"up_bias": (self.intermediate,), "down_bias": (self.hidden,)}
-        sparse = _expert_shapes(self.hidden, self.experts) if self.experts else {}
+        sparse = _expert_shapes(self.hidden, self.experts, self.gates_mlps) if self.experts else {}
         for index, layer in enumerate(self.layers):
-            own = self._layer_shapes(layer.mixer) | (sparse if layer.has_experts else dense)
+            own = self._layer_shapes(layer)
+            if layer.has_mlp:
+                own |= sparse if layer.has_experts else dense
             shapes |= {f"layers.{index}.{name}": shape for name, shape in own.items()}
         return shapes
 
@@ -181,17 +191,20 @@ class DecoderSpec:
             "embed_norm_bias": (self.hidden,),
         }
 
-    def _layer_shapes(self, mixer: Mixer) -> Shapes:
-        """Of the mixer and the norms of its layer."""
-        before: Shapes = {"attn_norm": (self.hidden,)} if self.norms in ("pre", "both") else {}
-        layer = before | mixer.linears(self.hidden)
-        if before:
-            layer["mlp_norm"] = (self.hidden,)
-        if self.norms != "pre":
-            layer |= {"attn_post_norm": (self.hidden,), "mlp_post_norm": (self.hidden,)}
-        if self.encoder:
-            layer |= {"attn_post_norm_bias": (self.hidden,), "mlp_post_norm_bias": (self.hidden,)}
-        return layer | (self._attention_shapes(mixer) if isinstance(mixer, Attention) else mixer.vectors())
+    def _layer_shapes(self, layer: Layer) -> Shapes:
+        """Of its mixers and norms."""
+        ends = {
+            "_norm": self.norms in ("pre", "both"),
+            "_post_norm": self.norms != "pre",
+            "_post_norm_bias": self.encoder is not None,
+        }
+        branches = [name for name, has in (("attn", layer.mixer is not None), ("mlp", layer.has_mlp)) if has]
+        own: Shapes = {f"{name}{end}": (self.hidden,) for end, has in ends.items() if has for name in branches}
+        for mixer in (layer.mixer, layer.beside):
+            if mixer is not None:
+                vectors = self._attention_shapes(mixer) if isinstance(mixer, Attention) else mixer.vectors()
+                own |= mixer.linears(self.hidden) | vectors
+        return own
 
     def _attention_shapes(self, mixer: Attention) -> Shapes:
         """Its tensors that are no matrices."""
@@ -210,12 +223,13 @@ class DecoderSpec:
         return own
 
 
-def _mlp_shapes(hidden: int, intermediate: int) -> Shapes:
-    return {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
+def _mlp_shapes(hidden: int, intermediate: int, has_gate: bool) -> Shapes:
+    names = ("gate", "up") if has_gate else ("up",)
+    return {**dict.fromkeys(names, (intermediate, hidden)), "down": (hidden, intermediate)}
 
 
-def _expert_shapes(hidden: int, experts: Experts) -> Shapes:
-    one = _mlp_shapes(hidden, experts.intermediate)
+def _expert_shapes(hidden: int, experts: Experts, has_gate: bool) -> Shapes:
+    one = _mlp_shapes(hidden, experts.intermediate, has_gate)
     shapes: Shapes = {"router": (experts.count, hidden)}
     if experts.has_correction:
         shapes["router_correction"] = (experts.count,)
@@ -224,7 +238,8 @@ def _expert_shapes(hidden: int, experts: Experts) -> Shapes:
         one |= {f"{name}_bias": shape[:1] for name, shape in one.items()}
     shapes |= {f"experts.{index}.{name}": shape for index in range(experts.count) for name, shape in one.items()}
     if experts.shared:
-        shapes |= {f"shared_{name}": shape for name, shape in _mlp_shapes(hidden, experts.shared).items()}
+        shared = _mlp_shapes(hidden, experts.shared, has_gate)
+        shapes |= {f"shared_{name}": shape for name, shape in shared.items()}
     if experts.shared and experts.weighs_shared:
         shapes["shared_router"] = (1, hidden)
     return shapes

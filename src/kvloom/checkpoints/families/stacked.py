@@ -29,18 +29,20 @@ def stacked_shapes(shapes: Shapes, spec: DecoderSpec, stacking: Stacking, is_pac
     if spec.experts is None or not stacking:
         return shapes
     kept = {name: shape for name, shape in shapes.items() if _EXPERT not in name}
-    stacks = _stacks(spec.hidden, spec.experts, stacking, is_packed)
+    stacks = _stacks(spec, spec.experts, stacking, is_packed)
     for index, layer in enumerate(spec.layers):
         if layer.has_experts:
             kept |= {f"layers.{index}.{name}": shape for name, shape in stacks.items()}
     return kept
 
 
-def _stacks(hidden: int, experts: Experts, stacking: Stacking, is_packed: bool) -> Shapes:
+def _stacks(spec: DecoderSpec, experts: Experts, stacking: Stacking, is_packed: bool) -> Shapes:
     """Shapes of the stacks of one layer."""
-    count, size = experts.count, experts.intermediate
+    hidden, count, size = spec.hidden, experts.count, experts.intermediate
     whole = {"gate": (size, hidden), "up": (size, hidden), "down": (hidden, size)}
-    if stacking != "parts":
+    if not spec.gates_mlps:
+        del whole["gate"]
+    elif stacking != "parts":
         whole = {"gate_up": (2 * size, hidden), "down": (hidden, size)}
     shapes: Shapes = {}
     for name, (rows, cols) in whole.items():

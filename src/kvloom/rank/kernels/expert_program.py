@@ -18,8 +18,8 @@ def declare_experts(program: Program, spec: DecoderSpec, at: str) -> int:
     experts, gate = spec.experts, GATES[spec.activation]
     assert experts is not None, "a layer has experts"
     names = [f"{at}experts.{index}." for index in range(experts.count)]
-    shared_up = [at + "shared_gate", at + "shared_up"] if experts.shared else []
-    program.share(*(name + part for name in names for part in ("gate", "up")), *shared_up)
+    shared_up = program.up_names(at + "shared_") if experts.shared else []
+    program.share(*(up for name in names for up in program.up_names(name)), *shared_up)
     program.share(*(name + "down" for name in names))
     is_joint = all(program.is_joint(name) for name in names)
     before, linears = sum(program.measure()), []

@@ -1,6 +1,6 @@
 """The part of a layer's program for mixers with a state."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvloom.checkpoints.families.mixers import DeltaRule, Mamba2, Recurrent, ShortConv
@@ -8,6 +8,8 @@ from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.rank.kernels import cpu_abi
 from kvloom.rank.kernels.cpu_abi import Convolution, DeltaRuleShape, Mamba2Shape, ShortConvShape
 from kvloom.rank.kernels.program import PANEL, Program
+
+Parts = Sequence[tuple[str, int]]
 
 
 class DeclaredMixer(NamedTuple):
@@ -18,29 +20,35 @@ class DeclaredMixer(NamedTuple):
     steps: tuple[tuple[int, int], ...]
     source: int = cpu_abi.FROM_MIXER
 
-    def emit(self, program: Program) -> None:
-        """What runs between the norm of its input and `out`."""
-        program.emit(cpu_abi.LINEAR, linear=self.linear, epilogue=cpu_abi.TO_QKV)
+    def emit_steps(self, program: Program) -> None:
+        """What runs behind the linear."""
         for kind, number in self.steps:
             program.emit(kind, layer=number)
+
+    def emit_quant(self, program: Program) -> None:
+        """What makes the input of `out`."""
         program.emit(cpu_abi.QUANT, linear=self.out, source=self.source, layer=self.steps[-1][1])
 
 
 class _Place(NamedTuple):
-    """Where a mixer is: the beginning of its tensors' names, the channels of the residual stream, and where its part of
-    a state begins.
+    """Where a mixer is: the beginning of its tensors' names, the channels of the residual stream, where its part of a
+    state begins, and what its linear has above its own rows: tensors with their first channels, and how many channels.
     """
 
     at: str
     hidden: int
     state_at: int
+    above: Parts
+    rows: int
 
 
-def declare_mixer(program: Program, spec: DecoderSpec, layer: int) -> DeclaredMixer:
-    """Declare the linears and vectors of the layer's mixer."""
-    before = [mixer.state_floats for index, mixer in spec.recurrent if index < layer]
-    mixer, place = spec.layers[layer].mixer, _Place(f"layers.{layer}.", spec.hidden, sum(before))
-    assert isinstance(mixer, Recurrent), "the layer has a state"
+def declare_mixer(program: Program, spec: DecoderSpec, layer: int, above: Parts = (), rows: int = 0) -> DeclaredMixer:
+    """Declare the linears and vectors of the layer's mixer with a state. `above`, `rows`: of a mixer beside it, which
+    reads the same.
+    """
+    mixer = dict(spec.recurrent)[layer]
+    before = [own.state_floats for index, own in spec.recurrent if index < layer]
+    place = _Place(f"layers.{layer}.", spec.hidden, sum(before), above, rows)
     match mixer:
         case DeltaRule():
             return _delta_rule(program, mixer, place)
@@ -57,11 +65,11 @@ def _conv(program: Program, at: str) -> int:
 
 def _linears(program: Program, mixer: Recurrent, place: _Place, *names: str) -> tuple[int, int, Mapping[str, int]]:
     """The linear of these matrices below each other, `out`, and the first channel of each."""
-    first, rows = {}, 0
+    first, rows = {}, -(-place.rows // PANEL) * PANEL
     for name in names:
         first[name] = rows
         rows += -(-mixer.linears(place.hidden)[name][0] // PANEL) * PANEL
-    linear = program.linear(rows, place.hidden, *((place.at + name, row) for name, row in first.items()))
+    linear = program.linear(rows, place.hidden, *place.above, *((place.at + name, row) for name, row in first.items()))
     out = program.linear(place.hidden, mixer.size, (place.at + "out", 0))
     return linear, out, first
 

@@ -27,8 +27,8 @@ _NORMS = {"head": cpu_abi.NORM_HEADS, "row": cpu_abi.NORM_ROWS, "rotated": cpu_a
 def widest_mlp(spec: DecoderSpec) -> int:
     """Channels of the widest MLP that a token runs through, shared and routed experts included."""
     routed = [spec.experts.intermediate, spec.experts.shared] if spec.experts else []
-    dense = [] if all(layer.has_experts for layer in spec.layers) else [spec.intermediate]  # nothing has that size
-    return max(routed + dense)
+    has_dense = any(layer.has_mlp and not layer.has_experts for layer in spec.layers)  # else nothing has that size
+    return max([*routed, spec.intermediate] if has_dense else routed, default=0)
 
 
 class Packer:
@@ -49,7 +49,7 @@ class Packer:
         self._lib, self._model, self._num_threads = native.library, native.model, native.num_threads
         self._spec, self._ropes, self._weights, self._weight_format = spec, ropes, weights, weight_format
         self._keys_at = {layer: side_at[2 * index : 2 * index + 2] for index, (layer, _) in enumerate(spec.cached)}
-        self._program = Program(native, weights, weight_format)
+        self._program = Program(native, weights, weight_format, spec.gates_mlps)
         self._arenas: list[int] = []  # bytes of each arena
         self.streamed_bytes = 0  # bytes of the linears that a step of one token reads
         self.num_bytes = 0  # and of the embedding
@@ -83,13 +83,13 @@ class Packer:
         for layer in range(spec.num_layers):
             if isinstance(spec.layers[layer].mixer, Attention):
                 self._declare_attention(layer)
-            else:
+            elif spec.layers[layer].mixer is not None:
                 self._declare_mixer(layer)
             if spec.encoder is not None:
                 self._declare_ungated(f"layers.{layer}.")
             elif spec.layers[layer].has_experts:
                 idle_bytes += declare_experts(self._program, spec, f"layers.{layer}.")
-            else:
+            elif spec.layers[layer].has_mlp:
                 self._declare_mlp(f"layers.{layer}.")
         head = self._declare_head() if spec.has_logits else cpu_abi.NONE
         if not spec.has_logits:
@@ -148,7 +148,9 @@ class Packer:
     def _declare_mixer(self, layer: int) -> None:
         mixer, at = declare_mixer(self._program, self._spec, layer), f"layers.{layer}."
         self._emit_input(mixer.linear, at + "attn_norm")
-        mixer.emit(self._program)
+        self._program.emit(cpu_abi.LINEAR, linear=mixer.linear, epilogue=cpu_abi.TO_QKV)
+        mixer.emit_steps(self._program)
+        mixer.emit_quant(self._program)
         self._emit_output(mixer.out, at + "attn_post_norm")
 
     def _declare_attention(self, layer: int) -> None:
@@ -162,7 +164,8 @@ class Packer:
             if part != "q_gate" or own.is_gated:
                 parts.append((at + part, rows))
                 rows += size
-        qkv = self._program.linear(rows, spec.hidden, *parts)
+        beside = declare_mixer(self._program, spec, layer, parts, rows) if spec.layers[layer].beside else None
+        qkv = beside.linear if beside else self._program.linear(rows, spec.hidden, *parts)
         out = self._program.linear(spec.hidden, own.out_size, (at + "o", 0))
         bias = self._program.vector(*(f"{at}{part}_bias" for part in "qkv")) if spec.qkv_bias else cpu_abi.NONE
         norms = {}
@@ -174,6 +177,8 @@ class Packer:
             }
         self._emit_input(qkv, at + "attn_norm")
         self._program.emit(cpu_abi.LINEAR, linear=qkv, epilogue=cpu_abi.TO_QKV, vector=bias)
+        if beside:
+            beside.emit_steps(self._program)
         rope = cpu_abi.NONE if own.rope is None else self._ropes[own.rope]
         self._program.emit(cpu_abi.ROPE_KV, layer=number, rope=rope, is_gated=own.is_gated, **norms)
         sinks = self._program.vector(at + "sinks") if spec.has_sinks else cpu_abi.NONE
@@ -183,11 +188,14 @@ class Packer:
         self._emit_output(
             out, at + "attn_post_norm", self._program.vector(at + "o_bias") if spec.o_bias else cpu_abi.NONE
         )
+        if beside:
+            beside.emit_quant(self._program)
+            self._emit_output(beside.out, at + "attn_post_norm")
 
     def _declare_mlp(self, at: str) -> None:
         """Gate and up share panels, unless they are stored in different forms."""
         spec, program = self._spec, self._program
-        program.share(at + "gate", at + "up")
+        program.share(*program.up_names(at))
         gate, is_joint = GATES[spec.activation], program.is_joint(at)
         gate_up = program.gate_up(at, spec.intermediate, spec.hidden, is_joint)
         down = program.linear(spec.hidden, spec.intermediate, (at + "down", 0))

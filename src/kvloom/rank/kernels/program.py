@@ -37,7 +37,12 @@ FORMS = {
     "table4_iq3_s": cpu_abi.TABLE4_IQ3_S,
     "table4_iq3_xxs": cpu_abi.TABLE4_IQ3_XXS,
 }  # those of numbers.FORM_BITS
-GATES = {"silu": cpu_abi.SWIGLU, "gelu_tanh": cpu_abi.GEGLU, "clamped": cpu_abi.CLAMPED}  # epilogues
+GATES = {
+    "silu": cpu_abi.SWIGLU,
+    "gelu_tanh": cpu_abi.GEGLU,
+    "clamped": cpu_abi.CLAMPED,
+    "relu2": cpu_abi.RELU2,
+}  # epilogues
 PANEL = 32  # output channels of a panel (cpu/layout.hpp)
 PANEL_HALF = 16  # rows of gate and up that alternate in a panel
 _NO_OPERANDS = dict.fromkeys(("linear", "vector", "vector2", "rope"), cpu_abi.NONE)
@@ -65,9 +70,10 @@ class Fill:
 class Program:
     """The program of a model; no weights are read yet, except vectors."""
 
-    def __init__(self, native: Native, weights: WeightSource, weight_format: str) -> None:
+    def __init__(self, native: Native, weights: WeightSource, weight_format: str, has_gates: bool = True) -> None:
+        """`has_gates`: of MLPs."""
         self._lib, self._model, self._num_threads = native.library, native.model, native.num_threads
-        self.weights, self.weight_format = weights, weight_format
+        self.weights, self.weight_format, self._has_gates = weights, weight_format, has_gates
         self.fills: list[Fill] = []
         self.instructions: list[Instruction] = []
         self._in_groups: set[str] = (
@@ -93,8 +99,12 @@ class Program:
         return linear
 
     def gate_up(self, at: str, channels: int, cols: int, is_joint: bool) -> int:
-        """Declare a linear of the tensors `at`gate and `at`up, which share panels where is_joint."""
+        """Declare a linear of the tensors `at`gate and `at`up, which share panels where is_joint; of `at`up alone where
+        MLPs have no gate.
+        """
         gate, up = at + "gate", at + "up"
+        if not self._has_gates:
+            return self.linear(channels, cols, (up, 0))
         if not is_joint:
             rows = -(-channels // PANEL) * PANEL
             return self.linear(2 * rows, cols, (gate, 0), (up, rows))
@@ -105,7 +115,11 @@ class Program:
 
     def is_joint(self, at: str) -> bool:
         """Whether `at`gate and `at`up can share panels, which the fused epilogue needs: they have one format."""
-        return self.format_of(at + "gate") == self.format_of(at + "up")
+        return len({self.format_of(name) for name in self.up_names(at)}) == 1
+
+    def up_names(self, at: str) -> list[str]:
+        """The tensors whose products an MLP's activation reads."""
+        return [at + "gate", at + "up"] if self._has_gates else [at + "up"]
 
     def vector(self, *names: str) -> int:
         return self.values(np.concatenate([self.weights.tensor(name).float32() for name in names]))

@@ -226,11 +226,12 @@ class ReferenceBackend:
         if pos[0] == 0:
             state.zero_()
         context = _Context(turns, pos, slots[pos], slots, masks, state)
-        for layer in range(spec.num_layers):
-            of = self._attend if isinstance(spec.layers[layer].mixer, Attention) else self._recur
-            x = self._branch(x, f"layers.{layer}.attn", functools.partial(of, layer, context=context))
-            mlp = self._experts if spec.layers[layer].has_experts else self._mlp
-            x = self._branch(x, f"layers.{layer}.mlp", functools.partial(mlp, f"layers.{layer}."))
+        for layer, own in enumerate(spec.layers):
+            if own.mixer is not None:
+                x = self._branch(x, f"layers.{layer}.attn", functools.partial(self._mixed, layer, context=context))
+            if own.has_mlp:
+                mlp = self._experts if own.has_experts else self._mlp
+                x = self._branch(x, f"layers.{layer}.mlp", functools.partial(mlp, f"layers.{layer}."))
         return x if spec.encoder else self._norm(x, "norm")
 
     def _branch(self, x: Tensor, name: str, of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -249,10 +250,17 @@ class ReferenceBackend:
         cos, sin = ((f(angles) * rope.attention_factor).to(self._dtype) for f in (torch.cos, torch.sin))
         return cos, sin
 
-    def _recur(self, layer: int, x: Tensor, context: _Context) -> Tensor:
+    def _mixed(self, layer: int, x: Tensor, context: _Context) -> Tensor:
+        """The output of a layer's mixers for x [T, hidden]."""
+        own = self.spec.layers[layer]
+        if isinstance(own.mixer, Recurrent):
+            return self._recur(layer, own.mixer, x, context)
+        attended = self._attend(layer, x, context)
+        return attended if own.beside is None else attended + self._recur(layer, own.beside, x, context)
+
+    def _recur(self, layer: int, mixer: Recurrent, x: Tensor, context: _Context) -> Tensor:
         """The output of a mixer with a state for x [T, hidden], which brings the state up to date."""
-        at, mixer, first = f"layers.{layer}.", self.spec.layers[layer].mixer, self._state_at[layer]
-        assert isinstance(mixer, Recurrent), "the layer has a state"
+        at, first = f"layers.{layer}.", self._state_at[layer]
         memory = context.state[first : first + mixer.state_floats]
         given = MixerInput(
             lambda name: self._linear(x, at + name), lambda name: self._w[at + name], memory, self.spec.norm_eps
@@ -308,11 +316,14 @@ class ReferenceBackend:
     def _mlp(self, at: str, x: Tensor) -> Tensor:
         if self.spec.encoder:
             return self._linear(F.gelu(self._linear(x, at + "up")), at + "down")
-        return self._mesh.sum(self._linear(self._gated(at, x), at + "down"))
+        return self._mesh.sum(self._linear(self._activated(at, x), at + "down"))
 
-    def _gated(self, at: str, x: Tensor) -> Tensor:
+    def _activated(self, at: str, x: Tensor) -> Tensor:
         """Input of the down projection."""
-        spec, gate, up = self.spec, self._linear(x, at + "gate"), self._linear(x, at + "up")
+        spec, up = self.spec, self._linear(x, at + "up")
+        if spec.activation == "relu2":
+            return F.relu(up).square()
+        gate = self._linear(x, at + "gate")
         if spec.activation == "clamped":
             gate, up = gate.clamp(max=spec.glu_limit), up.clamp(-spec.glu_limit, spec.glu_limit)
             return gate * torch.sigmoid(spec.glu_alpha * gate) * (up + 1)
@@ -329,11 +340,11 @@ class ReferenceBackend:
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, picks = torch.where(chosen == expert)
             weight, one = weights[rows, picks, None].to(x.dtype), f"{at}experts.{expert}."
-            out[rows] += weight * self._linear(self._gated(one, x[rows]), one + "down", has_bias=False)
+            out[rows] += weight * self._linear(self._activated(one, x[rows]), one + "down", has_bias=False)
             if experts.has_bias:
                 added[rows] += weight * self._w[one + "down_bias"]
         if experts.shared:
-            shared = self._linear(self._gated(at + "shared_", x), at + "shared_down")
+            shared = self._linear(self._activated(at + "shared_", x), at + "shared_down")
             if experts.weighs_shared:
                 shared *= torch.sigmoid(F.linear(x.float(), self._w[at + "shared_router"].float())).to(x.dtype)
             out += shared

@@ -104,8 +104,8 @@ enum {
     KVL_CONVOLUTION = 15,    /* convolution `layer` of such rows, in place */
     KVL_MAMBA2 = 16          /* Mamba-2 `layer` of the rows that a convolution has changed, and of the states */
 };
-/* Epilogues of a linear. KVL_GELU: x Phi(x) of each channel, stored where KVL_FROM_MLP reads. KVL_GATED_RESIDUAL: as
-   KVL_RESIDUAL, times the weight that KVL_ROUTE gave to the shared expert. */
+/* Epilogues of a linear. KVL_GELU: x Phi(x) of each channel, stored where KVL_FROM_MLP reads; KVL_RELU2: max(x, 0)^2, the
+   same. KVL_GATED_RESIDUAL: as KVL_RESIDUAL, times the weight that KVL_ROUTE gave to the shared expert. */
 enum {
     KVL_TO_QKV = 0,
     KVL_RESIDUAL = 1,
@@ -115,7 +115,8 @@ enum {
     KVL_TO_BRANCH = 5,
     KVL_CLAMPED = 6,
     KVL_GATED_RESIDUAL = 7,
-    KVL_GELU = 8
+    KVL_GELU = 8,
+    KVL_RELU2 = 9
 };
 /* `source` of QUANT. KVL_FROM_MIXER: the output of a mixer with a state. KVL_FROM_NORMED_MIXER: that of Mamba-2 `layer`,
  * after the RMSNorm of its groups. */

@@ -15,6 +15,15 @@ inline F32 clamped_gate(F32 gate, F32 up, float limit, float alpha) {
 
 inline bool is_gate(int epilogue) { return epilogue == KVL_SWIGLU || epilogue == KVL_GEGLU || epilogue == KVL_CLAMPED; }
 
+// Whether an epilogue changes each channel alone, in an MLP without a gate.
+inline bool is_pointwise(int epilogue) { return epilogue == KVL_GELU || epilogue == KVL_RELU2; }
+
+inline F32 pointwise(int epilogue, F32 x) {
+    if (epilogue == KVL_GELU) return gelu_erf(x);
+    x = max(x, splat(0));
+    return mul(x, x);
+}
+
 inline F32 gated(int epilogue, const kvl_shape& shape, F32 gate, F32 up) {
     if (epilogue == KVL_CLAMPED) return clamped_gate(gate, up, shape.glu_limit, shape.glu_alpha);
     return mul(epilogue == KVL_SWIGLU ? silu(gate) : gelu_tanh(gate), up);

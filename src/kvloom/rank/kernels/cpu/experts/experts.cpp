@@ -143,6 +143,9 @@ void Step::up_panel(const kvl_instruction& instruction, int64_t group, int64_t i
             if (bias) lo = add(lo, load(bias)), hi = add(hi, load(bias + kLanes));
             if (is_gate(instruction.epilogue)) {
                 store(e.gates.row(first + r) + index * kLanes, gated(instruction.epilogue, shape_, lo, hi));
+            } else if (is_pointwise(instruction.epilogue)) {
+                store(e.gates.row(first + r) + index * kPanel, pointwise(instruction.epilogue, lo));
+                store(e.gates.row(first + r) + index * kPanel + kLanes, pointwise(instruction.epilogue, hi));
             } else {
                 store(e.apart.row(first + r) + index * kPanel, lo);
                 store(e.apart.row(first + r) + index * kPanel + kLanes, hi);

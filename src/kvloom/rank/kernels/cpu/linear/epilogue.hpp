@@ -58,7 +58,7 @@ struct Epilogue {
             for (int i = 1; kAny && i <= padding; i++) store(at + i * kLanes, splat(0));
             return;
         }
-        if (kAny && kind == KVL_GELU) lo = gelu_erf(lo), hi = gelu_erf(hi);
+        if (kAny && is_pointwise(kind)) lo = pointwise(kind, lo), hi = pointwise(kind, hi);
         if (SORT == Sort::kAdds || (kAny && adds)) {
             const F32 scale = splat(kAny && shares != nullptr ? residual_scale * shares[row] : residual_scale);
             lo = fma(lo, scale, load(at));
@@ -73,7 +73,7 @@ struct Epilogue {
     }
 
     Sort sort() const {
-        if (low_rank.tokens != nullptr || bias != nullptr || shares != nullptr || padding > 0 || kind == KVL_GELU) return Sort::kAny;
+        if (low_rank.tokens != nullptr || bias != nullptr || shares != nullptr || padding > 0 || is_pointwise(kind)) return Sort::kAny;
         if (is_gate(kind)) return kind == KVL_SWIGLU ? Sort::kSwiglu : Sort::kAny;
         return adds ? Sort::kAdds : Sort::kStores;
     }

@@ -17,7 +17,7 @@ bool Step::does_next(const kvl_instruction& instruction) const {
     if (next->kind != KVL_QUANT) return false;
     const Linear& reader = model_.linears[size_t(next->linear)];
     const bool needs_rows = is_whole(reader.activation_format());
-    if (is_linear && next->source == KVL_FROM_MLP && (is_gate(instruction.epilogue) || instruction.epilogue == KVL_GELU))
+    if (is_linear && next->source == KVL_FROM_MLP && (is_gate(instruction.epilogue) || is_pointwise(instruction.epilogue)))
         return !needs_rows || has_strips(instruction, reader.padded_cols);
     if (needs_rows || instruction.kind != KVL_ATTENTION) return false;
     return next->source == KVL_FROM_ATTENTION && attention_of(instruction).value_dim % kPad == 0;
