@@ -61,7 +61,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     spec = spec if has_head(name) else spec.without_head()
     if not spec.has_logits:
         spec = replace(spec, max_seq_len=longest_text(folder, spec.max_seq_len))
-    layout = folder_layout(family, scheme, folder_file.tensor_names(folder))
+    layout = folder_layout(family, scheme, folder_file.tensor_names(folder), config)
     source = folder_file.SafetensorsSource(folder, file_shapes(layout, spec), family.names, scheme)
     if spec.tie_embeddings and source.has_own_head():  # as transformers does since 5.23
         spec = replace(spec, tie_embeddings=False)

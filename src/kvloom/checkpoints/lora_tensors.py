@@ -24,6 +24,8 @@ class LoraPair:
 
 def pairs_of(adapter: AdapterFile, spec: DecoderSpec) -> Iterator[tuple[str, LoraPair]]:
     """(canonical name of the linear, its pair), for the whole model. Raises BadRequest when a value is not finite."""
+    if spec.is_multiplied:
+        raise BadRequest(FIELD, f"adapters of {spec.family} are not supported: its multipliers are in its weights")
     for name, module in adapter.modules.items():
         a, b = _values(adapter, module.a), _values(adapter, module.b)
         if not (np.isfinite(a).all() and np.isfinite(b).all()):

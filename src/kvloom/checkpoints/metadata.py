@@ -65,6 +65,7 @@ CONFIG_KEYS = {  # Hugging Face's names -> GGUF's, behind the architecture's nam
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "n_shared_experts": "expert_shared_count",
+    "moe_latent_size": "moe_latent_size",
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
     "routed_scaling_factor": "expert_weights_scale",

@@ -32,6 +32,7 @@ STATE_SHARE = 0.5  # of the cache, for states at most, unless one alone takes mo
 MAX_SNAPSHOTS = 1024  # more would cost more to manage than they save
 AUTO_MAX_CPU_BYTES = 2 * GIB  # default, where the cache shares its memory with the rest of the machine
 AHEAD = Ahead(16 << 20, 256 << 20, 512 << 20)
+MOST_EMPTY_BLOCKS = 1 << 18  # of a model without keys and values: they take no memory but that of their numbers
 AUTO_MAX_HOST_BYTES = 5 * GIB  # default, of the host pool for swapped-out sequences
 
 
@@ -46,13 +47,13 @@ class CacheShape:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block on one rank."""
+        """Bytes of one block on one rank; 0 = no layer has keys and values."""
         return self.block_size * self.token_bytes // self.world_size
 
 
 def total_blocks(num_bytes: int, shape: CacheShape) -> int:
     """Blocks that `num_bytes` of one rank hold."""
-    return num_bytes // shape.block_bytes
+    return num_bytes // shape.block_bytes if shape.block_bytes else MOST_EMPTY_BLOCKS
 
 
 def blocks_per_seq(num_input: int, num_output: int, block_size: int) -> int:
@@ -182,7 +183,7 @@ def _device_blocks(wanted: CapacityRequest, shape: CacheShape, machine: Machine,
     block_bytes, per_seq = shape.block_bytes, -(-wanted.max_seq_len // shape.block_size)
     left = machine.free_bytes - weight_bytes // shape.world_size - states
     if wanted.num_blocks is not None:
-        _refuse("num_blocks", wanted.num_blocks * block_bytes, left, str(left // block_bytes))
+        _refuse("num_blocks", wanted.num_blocks * block_bytes, left, str(total_blocks(left, shape)))
         return wanted.num_blocks
     if wanted.kv_cache_bytes is not None:
         num_blocks, name = total_blocks(wanted.kv_cache_bytes - states, shape), "kv_cache_bytes (npuMemSize)"
@@ -196,11 +197,13 @@ def _device_blocks(wanted: CapacityRequest, shape: CacheShape, machine: Machine,
         return min(num_blocks, per_seq * wanted.max_batch)
     budget = _automatic_bytes(shape, machine, weight_bytes) - states
     left -= machine.working_bytes
-    _refuse("max_seq_len", per_seq * block_bytes, left, f"{left // block_bytes * shape.block_size} tokens")
+    _refuse("max_seq_len", per_seq * block_bytes, left, f"{total_blocks(left, shape) * shape.block_size} tokens")
     return max(per_seq, min(total_blocks(budget, shape), per_seq * wanted.max_batch))
 
 
 def _host_blocks(wanted: CapacityRequest, block_bytes: int, left: int, num_sharing: int) -> int:
+    if not block_bytes:
+        return 0  # there is nothing to swap
     if wanted.num_host_blocks is not None:
         _refuse("num_host_blocks", wanted.num_host_blocks * block_bytes, left, str(left // block_bytes))
         return wanted.num_host_blocks

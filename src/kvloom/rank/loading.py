@@ -89,7 +89,7 @@ def reach_of(spec: DecoderSpec) -> int:
     time.
     """
     windows = [mixer.window or 0 for _, mixer in spec.attention]
-    return max(windows) + _KEYS_AT_ONCE - 1 if all(windows) and not spec.sees_ahead else 0
+    return max(windows) + _KEYS_AT_ONCE - 1 if windows and all(windows) and not spec.sees_ahead else 0
 
 
 def _tokenizer(model: str) -> Tokenizer:

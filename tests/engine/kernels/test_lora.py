@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvloom.checkpoints.lora import read_adapter
+from kvloom.contract.errors import BadRequest
 from kvloom.rank.kernels import build
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from kvloom.rank.kernels.reference import ReferenceBackend
@@ -161,3 +162,12 @@ def test_a_dropped_adapter_leaves_its_place_to_the_next(tmp_path, kind):
             all_logits(backend, *args)
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("kind", ["reference", f"w8a8 {AVAILABLE[0]}"])
+def test_an_adapter_of_a_model_whose_multipliers_are_in_its_weights_is_refused(tmp_path, kind):
+    spec = replace(SPECS["llama"], family="falcon_h1", is_multiplied=True)
+    make_adapter(tmp_path, spec.tensor_shapes(), 5, 2, ("q",))
+    backend = open_backend(kind, spec, random_weights(spec))
+    with pytest.raises(BadRequest, match="adapters of falcon_h1 are not supported: its multipliers are in its weights"):
+        backend.add_adapter(1, read_adapter(tmp_path, spec.tensor_shapes()))

@@ -14,6 +14,7 @@ from kvloom.contract.errors import ModelError
 from kvloom.contract.request import Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
+from kvloom.gewu.worker.fit import fit
 from kvloom.rank.loading import open_runner
 from kvloom.rank.main import open_runner as open_rank
 from kvloom.rank.runner import ModelRunner
@@ -25,6 +26,9 @@ MODELS = {  # of each mixer with a state: tiny model, and what of its configurat
     "delta rule": ("qwen3.5", {"head_dim": 128}),  # of which 32 dimensions are rotated
     "short convolution": ("lfm2", {"num_attention_heads": 2}),
     "mamba2": ("granite 4", {"num_attention_heads": 2}),
+    "mamba2 beside attention": ("falcon h1", {"num_attention_heads": 2, "mamba_d_head": 32, "mamba_d_ssm": 128}),
+    "layers of one branch": ("nemotron h, experts", {}),
+    "mamba2, without keys and values": ("mamba2", {}),
 }
 BACKENDS = ["cpu", "reference"]
 LENGTHS = (3, 40, 90)
@@ -32,9 +36,13 @@ LENGTH = 100  # tokens of each prompt with its answer
 NUM_BLOCKS = 40
 
 
-@pytest.fixture(scope="module", params=MODELS)
+EACH_MODEL = pytest.mark.parametrize("model", MODELS, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest) -> torch.nn.Module:
-    name, fields = MODELS[request.param]
+    """The first of MODELS where a test does not ask for each."""
+    name, fields = MODELS[getattr(request, "param", next(iter(MODELS)))]
     return tiny_model(name, **fields)
 
 
@@ -79,6 +87,7 @@ def alone(folder, backend) -> list[list[int]]:
     return [tokens_of(run_all(engine_over(opened(folder, backend)), request)[request.id]) for request in requests()]
 
 
+@EACH_MODEL
 def test_greedy_answers_are_those_of_transformers(model, folder):
     """In float32: weights and keys of the kernels are bfloat16."""
     model.generation_config.eos_token_id = None  # answers do not end
@@ -89,6 +98,7 @@ def test_greedy_answers_are_those_of_transformers(model, folder):
         assert found == wanted[0, length:].tolist()
 
 
+@EACH_MODEL
 @pytest.mark.parametrize(
     "fields",
     [{}, {"max_batch": 4, "max_tokens_per_step": 8}, {"run_ahead": False}, {"num_speculative_tokens": 4}],
@@ -100,6 +110,7 @@ def test_the_schedule_changes_no_answer(folder, alone, backend, fields):
     assert engine.stats().total_draft_tokens == 0
 
 
+@EACH_MODEL
 def test_a_sequence_that_was_preempted_is_computed_again(folder, alone, backend):
     engine = engine_over(opened(folder, backend, num_blocks=11, num_host_blocks=20, max_seq_len=110))
     assert answers(engine) == alone
@@ -162,6 +173,7 @@ def test_memory_that_went_back_to_the_system_is_no_part_of_an_answer(folder, alo
     assert answers(engine) == alone
 
 
+@EACH_MODEL
 def test_an_aborted_sequence_leaves_nothing_to_the_next_one(folder, alone, backend):
     engine = engine_over(opened(folder, backend, max_batch=1))
     engine.add(Request("gone", prompt(50), SamplingParams(temperature=0, max_tokens=40)))
@@ -198,6 +210,14 @@ def test_what_cannot_work_with_states_is_told(folder, backend, caplog):
     assert "keep states: switched off is numSpeculativeTokens, cpuMemSize" in caplog.text
     told = kv_note("m", info, config)
     assert "and for 7 sequences at once, whose states of 0 MB each take up to 0 MB, and for 1024 such states of" in told
+
+
+def test_a_model_without_keys_and_values_has_room_for_its_longest_sequence_and_none_on_a_device(tmp_path):
+    folder = save(tiny_model("mamba2", max_position_embeddings=4096), tmp_path)
+    info = opened(folder, "cpu", num_blocks=None, max_seq_len=None, max_batch=3).info
+    assert (info.max_seq_len, info.num_blocks, info.kv_bytes, info.num_states) == (4096, 3 * 4096 // 16, 0, 3)
+    with pytest.raises(ModelError, match="mamba2 has no keys and values, which memory is counted in on a device"):
+        fit(config_of(folder, "cpu"))
 
 
 def test_an_outer_tier_is_refused_by_name(folder, backend):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvloom.contract.capacity import (
     AUTO_MAX_CPU_BYTES,
     GIB,
+    MOST_EMPTY_BLOCKS,
     SHARE,
     CacheShape,
     CapacityRequest,
@@ -197,3 +198,13 @@ def test_a_context_longer_than_an_automatic_cache_leaves_its_share_to_states():
     machine = Machine(8 * GIB, 8 * GIB, is_shared=True)
     long = wish(max_seq_len=16 * (3 * GIB >> 14), max_batch=64)
     assert plan_pools(long, STATEFUL, machine, 0) == Pools(3 * GIB >> 14, 0, num_states=64)
+
+
+def test_blocks_of_a_model_without_keys_and_values_take_no_memory_and_are_as_many_as_its_sequences_can_hold():
+    empty = CacheShape(token_bytes=0, block_size=16, state_bytes=100 << 10)
+    assert plan_pools(wish(kv_cache_bytes=1 << 20, max_batch=64), empty, ROOMY, 0) == Pools(5 * 10, 0, num_states=5)
+    assert plan_pools(wish(num_blocks=7, num_host_blocks=0), empty, ROOMY, 0) == Pools(7, 0, num_states=8)
+    long = wish(max_seq_len=1 << 20, max_batch=64)
+    assert plan_pools(long, empty, ROOMY, 0) == Pools(MOST_EMPTY_BLOCKS, 0, num_states=64)
+    with pytest.raises(ModelError, match=r"0\.00 GB are free"):
+        plan_pools(wish(), empty, Machine(100, 100, is_shared=True), 0)

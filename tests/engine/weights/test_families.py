@@ -79,6 +79,8 @@ GPT_OSS = {
     "rope__scaling__original_context_length": 64,
 }
 LFM2_MOE = {"expert_gating_func": 2, "leading_dense_block_count": 1, "shortconv__l_cache": 3}
+NEMOTRON = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 40, "expert_weights_scale": 2.5}
+NEMOTRON |= {"expert_shared_feed_forward_length": 72, "expert_weights_norm": True, "expert_group_count": 1}
 FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by tiny model: architecture, metadata, configuration
     "glm4": ("glm4", {"rope__dimension_count": 16}, {}),
     "ernie": ("ernie4_5", {}, {}),
@@ -126,6 +128,10 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by tiny mode
     "qwen3.5, every second layer": ("qwen35", {"nextn_predict_layers": 1, "block_count": 5}, {}),
     "qwen3.5 moe": ("qwen35moe", {**QWEN_MOE, "expert_shared_feed_forward_length": 72}, {}),
     "qwen3 next": ("qwen3next", {**QWEN_MOE, "expert_shared_feed_forward_length": 72}, {}),
+    "falcon h1, norms": ("falcon-h1", {}, {}),
+    "nemotron h": ("nemotron_h", {}, {}),
+    "nemotron h, experts": ("nemotron_h_moe", NEMOTRON, {}),
+    "mamba2": ("mamba2", {}, {}),
     "gpt-oss": ("gpt-oss", GPT_OSS, {"swiglu_limit": 7.0}),
 }
 

@@ -71,7 +71,8 @@ NAMES = {
 
 
 PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid")
-STATES = ("conv", "linear_attention")  # kinds of layers without attention
+STATES = ("conv", "linear_attention", "mlp", "moe")  # kinds of layers without attention
+EPSILONS = ("norm_eps", "rms_norm_eps", "layer_norm_epsilon")
 GEMMA = ("gemma", "gemma2", "gemma3", "gemma-embedding")
 
 
@@ -94,7 +95,7 @@ def interleave(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, 
 def tensors_of(model: Any, arch: str) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """A transformers model's tensors as GGUF files have them: gates of all experts in one stack, ups in another."""
     for key, value in model.state_dict().items():
-        data = value.numpy()
+        key, data = mamba_gguf.plain(key), value.numpy()
         if ".linear_attn." in key:
             yield from delta_gguf.converted(model.config, arch, key.split(".")[2], key.split(".linear_attn.")[1], data)
             continue
@@ -108,12 +109,21 @@ def tensors_of(model: Any, arch: str) -> Iterator[tuple[str, np.ndarray[Any, Any
         if arch == "gpt-oss" and end == "weight":
             data = data.swapaxes(1, 2)
         if "gate_up" not in key:
-            yield f"blk.{layer}.ffn_down_exps.{end}", data
+            yield f"blk.{layer}.ffn_{'up' if 'up_proj' in key else 'down'}_exps.{end}", data
             continue
         half = data.shape[1] // 2
         parts = (data[:, ::2], data[:, 1::2]) if arch == "gpt-oss" else (data[:, :half], data[:, half:])
         for name, part in zip(("gate", "up"), parts, strict=True):
             yield f"blk.{layer}.ffn_{name}_exps.{end}", part
+
+
+def widths_of(model: Any) -> int | list[int]:
+    """Of MLPs: of LFM2's what is adjusted; of each layer where some have none."""
+    config, kinds = model.config, getattr(model.config, "layer_types", None) or []
+    if "mlp" in kinds or "moe" in kinds:
+        return [config.intermediate_size * (kind in ("mlp", "moe")) for kind in kinds]
+    adjusted = [value.shape[0] for key, value in model.state_dict().items() if key.endswith("feed_forward.w1.weight")]
+    return adjusted[0] if adjusted else config.intermediate_size
 
 
 def write(path: Path, model: Any, arch: str, quantised: str | None = None, **metadata: Any) -> Path:
@@ -124,14 +134,15 @@ def write(path: Path, model: Any, arch: str, quantised: str | None = None, **met
         writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    widths = [value.shape[0] for key, value in model.state_dict().items() if key.endswith("feed_forward.w1.weight")]
-    writer.add_feed_forward_length(widths[0] if widths else config.intermediate_size)  # LFM2's is adjusted
+    writer.add_feed_forward_length(widths_of(model))
     writer.add_head_count(config.num_attention_heads)
-    counts = [config.num_key_value_heads * (kind not in STATES) for kind in getattr(config, "layer_types", None) or []]
+    kinds = getattr(config, "layer_types", None) or []
+    counts = [config.num_key_value_heads * (kind not in STATES) for kind in kinds]
     is_hybrid = 0 in counts and arch not in delta_gguf.ARCHITECTURES
     writer.add_head_count_kv(counts if is_hybrid else config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.norm_eps if arch.startswith("lfm2") else config.rms_norm_eps)
-    ropes = config.rope_parameters
+    eps = next(getattr(config, key) for key in EPSILONS if hasattr(config, key))
+    (writer.add_layer_norm_eps if arch.startswith("nemotron") else writer.add_layer_norm_rms_eps)(eps)
+    ropes = getattr(config, "rope_parameters", None) or {"rope_theta": 1e4}
     writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)

@@ -1,11 +1,16 @@
 """Families whose layers keep states: what their configurations and files mean."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import gguf
+import numpy as np
 import pytest
 import torch
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.families import FAMILIES
+from kvloom.checkpoints.families.multiplied import multiplied
 from kvloom.contract.errors import ModelError
 from tests.support.lazily import lazily
 from tests.support.models.checkpoints import save, tiny_model
@@ -89,3 +94,117 @@ def test_of_qwen3_5_that_sees_the_text_is_served(tmp_path):
     checkpoint = open_checkpoint(save(whole, tmp_path))
     assert checkpoint.unread == ()
     torch.testing.assert_close(logits_of(checkpoint.path), wanted, atol=2e-4, rtol=1e-4)
+
+
+BARE = {"hidden_size": 4096, "vocab_size": 99}
+SIZES = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv", "mamba_conv_bias")
+OTHERS = {  # where SIZES have other names
+    "NemotronH": ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "use_conv_bias"),
+    "Mamba2": ("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel", "use_conv_bias"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("FalconH1", {"num_hidden_layers": 2, "num_attention_heads": 32, "intermediate_size": 96}),
+        ("NemotronH", {}),
+        ("Mamba2", {"num_hidden_layers": 2}),
+    ],
+)
+def test_a_folder_of_mambas_kin_that_says_only_its_sizes_is_what_transformers_makes_of_it(name, fields):
+    theirs = getattr(transformers, f"{name}Config")(**BARE, **fields)
+    spec = FAMILIES[f"{name}ForCausalLM"].spec(BARE | fields)
+    kinds = theirs.layer_types
+    has_state, attends = ("linear_attention", "hybrid"), ("full_attention", "hybrid")
+    assert [index for index, _ in spec.recurrent] == [i for i, kind in enumerate(kinds) if kind in has_state]
+    assert [index for index, _ in spec.attention] == [i for i, kind in enumerate(kinds) if kind in attends]
+    assert [layer.has_mlp for layer in spec.layers] == [kind in ("mlp", "moe", "hybrid") for kind in kinds]
+    assert [layer.has_experts for layer in spec.layers] == [kind == "moe" for kind in kinds]
+    for _, own in spec.recurrent:
+        sizes = (own.num_heads, own.head_dim, own.state_dim, own.num_groups, own.conv_width, own.has_conv_bias)
+        assert sizes == tuple(getattr(theirs, key) for key in OTHERS.get(name, SIZES))
+        assert own.has_norm == getattr(theirs, "mamba_rms_norm", True)
+    for _, own in spec.attention:
+        heads = (theirs.num_attention_heads, theirs.num_key_value_heads, getattr(theirs, "head_dim", 128))
+        assert (own.num_heads, own.num_kv_heads, own.head_dim) == heads
+        assert (own.rope is None) == (name == "NemotronH")
+    assert spec.norm_eps == getattr(theirs, "rms_norm_eps", None) or theirs.layer_norm_epsilon
+    assert spec.max_seq_len == getattr(theirs, "max_position_embeddings", 1 << 20)
+    assert spec.intermediate == getattr(theirs, "intermediate_size", 0)
+    if spec.experts is not None:
+        own = spec.experts
+        assert (own.count, own.per_token, own.intermediate) == (
+            theirs.n_routed_experts,
+            theirs.num_experts_per_tok,
+            theirs.moe_intermediate_size,
+        )
+        assert own.shared == theirs.moe_shared_expert_intermediate_size
+        assert (own.weighs_chosen, own.scores, own.has_correction) == (True, "sigmoid", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "told"),
+    [
+        ("NemotronH", {"mlp_hidden_act": "silu"}, "nemotron_h with mlp_hidden_act 'silu' is not supported"),
+        ("NemotronH", {"moe_latent_size": 32}, "nemotron_h with moe_latent_size 32 is not supported"),
+        ("NemotronH", {"use_bias": True}, "nemotron_h with use_bias is not supported"),
+        ("NemotronH", {"layers_block_type": ["conv"]}, "layer_types must name 1 layers, each one of linear_attention,"),
+        ("FalconH1", {"mamba_rms_norm": True}, "falcon_h1 with mamba_norm_before_gate is not supported"),
+        ("FalconH1", {"projectors_bias": True}, "falcon_h1 with projectors_bias is not supported"),
+        ("Mamba2", {"use_bias": True}, "mamba2 with use_bias is not supported"),
+    ],
+)
+def test_what_mambas_kin_cannot_be_here_is_named(name, fields, told):
+    config = {**BARE, "num_hidden_layers": 2, "num_attention_heads": 32, "intermediate_size": 96, **fields}
+    with pytest.raises(ModelError, match=told):
+        FAMILIES[f"{name}ForCausalLM"].spec(config)
+
+
+def test_a_pattern_of_letters_names_the_layers_of_nemotron_h_too():
+    family = FAMILIES["NemotronHForCausalLM"]
+    kinds = ["linear_attention", "mlp", "full_attention", "moe"]
+    assert family.spec(BARE | {"hybrid_override_pattern": "M-*E", "num_hidden_layers": 4}) == family.spec(
+        BARE | {"layers_block_type": kinds}
+    )
+    with pytest.raises(ModelError, match=r"got \['linear_attention', 'X'"):
+        family.spec(BARE | {"hybrid_override_pattern": "MX"})
+
+
+def test_numbers_of_multipliers_that_cannot_be_are_named(tmp_path):
+    folder = save(tiny_model("falcon h1", mlp_multipliers=[1.0, 2.0]), tmp_path)
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"mlp_multipliers": [', '"mlp_multipliers": [3.0,'))
+    with pytest.raises(ModelError, match="mlp_multipliers must be 2 numbers, got"):
+        open_checkpoint(folder)
+
+
+def test_pieces_of_a_multiplied_matrix_are_those_of_the_whole():
+    values = np.arange(12, dtype=np.float32).reshape(4, 3)
+    whole = multiplied(InPieces(values), ((1, 2.0), (3, 0.5)))
+    assert np.array_equal(whole.float32(), values * np.array([[2], [0.5], [0.5], [0.5]], np.float32))
+    pieces = list(whole.float32_pieces())
+    assert [at for at, _ in pieces] == [0, 2]
+    assert np.array_equal(np.concatenate([part for _, part in pieces]), whole.float32())
+    assert (whole.name, whole.shape, whole.form, list(whole.number_pieces())) == ("q", (4, 3), "", [])
+    plain = InPieces(values)
+    assert multiplied(plain, ((0, 1.0),)) is plain
+
+
+@dataclass
+class InPieces:
+    """A matrix that is read two rows at a time."""
+
+    values: np.ndarray
+    name: str = "q"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def float32(self) -> np.ndarray:
+        return self.values
+
+    def float32_pieces(self) -> Iterator[tuple[int, np.ndarray]]:
+        for at in range(0, len(self.values), 2):
+            yield at, self.values[at : at + 2]

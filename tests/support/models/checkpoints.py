@@ -209,6 +209,40 @@ TINY_MODELS |= {
         {**MAMBA, "layer_types": [FULL] * 4, "num_local_experts": 0, "shared_intermediate_size": 96},
     ),
 }
+NEMOTRON = {"mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 16, "head_dim": 32}
+NEMOTRON |= {"n_routed_experts": 6, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 72}
+NEMOTRON |= {"initializer_range": 0.2}
+TINY_MODELS |= {
+    "nemotron h": ("NemotronH", {**NEMOTRON, "layers_block_type": [STATE, "mlp", FULL, "mlp", STATE]}),
+    "nemotron h, experts": (
+        "NemotronH",
+        {**NEMOTRON, "layers_block_type": [STATE, FULL, "moe", STATE, "moe"], "routed_scaling_factor": 2.5},
+    ),
+    "mamba2": (
+        "Mamba2",
+        {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 2, "initializer_range": 0.2, "expand": 2},
+    ),
+}
+FALCON = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_ssm": 96, "mamba_d_state": 16, "mamba_n_groups": 2}
+FALCON |= {"initializer_range": 0.2, "mamba_norm_before_gate": False}
+TINY_MODELS |= {
+    "falcon h1": (
+        "FalconH1",
+        {
+            **FALCON,
+            "embedding_multiplier": 2.5,
+            "lm_head_multiplier": 0.4,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.8,
+            "mlp_multipliers": [1.2, 0.6],
+            "ssm_multipliers": [0.5, 1.5, 0.8, 1.25, 0.9],
+            "ssm_in_multiplier": 1.1,
+            "ssm_out_multiplier": 0.7,
+        },
+    ),
+    "falcon h1, norms": ("FalconH1", {**FALCON, "mamba_rms_norm": True, "tie_word_embeddings": True}),
+}
 VOCAB_SIZE = 128
 BASE = {
     "hidden_size": 64,

@@ -4,6 +4,7 @@ from kvloom.checkpoints.families.family import Family
 from kvloom.checkpoints.families.known.bert import BERT, ROBERTA
 from kvloom.checkpoints.families.known.ernie import ERNIE, ERNIE_MOE
 from kvloom.checkpoints.families.known.exaone import EXAONE4
+from kvloom.checkpoints.families.known.falcon_h1 import FALCON_H1, FALCON_H1_GGUF
 from kvloom.checkpoints.families.known.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
 from kvloom.checkpoints.families.known.glm import GLM, GLM4, GLM4_MOE
 from kvloom.checkpoints.families.known.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_GGUF, GRANITE_SHARED
@@ -11,6 +12,7 @@ from kvloom.checkpoints.families.known.granite_hybrid import GRANITE_HYBRID, GRA
 from kvloom.checkpoints.families.known.hunyuan import HUNYUAN
 from kvloom.checkpoints.families.known.lfm2 import LFM2, LFM2_GGUF, LFM2_MOE
 from kvloom.checkpoints.families.known.llama import LLAMA, SMOLLM3
+from kvloom.checkpoints.families.known.mamba import MAMBA2, MAMBA2_GGUF
 from kvloom.checkpoints.families.known.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from kvloom.checkpoints.families.known.mixtures import (
     GPT_OSS,
@@ -20,6 +22,7 @@ from kvloom.checkpoints.families.known.mixtures import (
     QWEN3_MOE,
     QWEN3_MOE_GGUF,
 )
+from kvloom.checkpoints.families.known.nemotron import NEMOTRON, NEMOTRON_GGUF
 from kvloom.checkpoints.families.known.olmo import OLMO2, OLMO3
 from kvloom.checkpoints.families.known.phi3 import PHI3
 from kvloom.checkpoints.families.known.qwen import QWEN2, QWEN3
@@ -73,6 +76,9 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "GraniteMoeSharedForCausalLM": GRANITE_SHARED,
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
+    "FalconH1ForCausalLM": FALCON_H1,
+    "NemotronHForCausalLM": NEMOTRON,
+    "Mamba2ForCausalLM": MAMBA2,
     "GptOssForCausalLM": GPT_OSS,
     "LlamaModel": LLAMA,  # without a head from here on: they make embeddings
     "MistralModel": MISTRAL,
@@ -114,6 +120,10 @@ FAMILIES: dict[str, Family] = {
     "olmoe": OLMOE,
     "granitemoe": GRANITE_MOE_GGUF,
     "granitehybrid": GRANITE_HYBRID_GGUF,
+    "falcon-h1": FALCON_H1_GGUF,
+    "nemotron_h": NEMOTRON_GGUF,
+    "nemotron_h_moe": NEMOTRON_GGUF,
+    "mamba2": MAMBA2_GGUF,
     "gpt-oss": GPT_OSS,
 }
 

@@ -5,14 +5,16 @@ hold logarithms of decays.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from kvloom.checkpoints.families.expert_layers import Stacking
-from kvloom.checkpoints.families.family import Family
+from kvloom.checkpoints.families.family import Factors, Family
 from kvloom.checkpoints.families.interleaved import HalvedHeads
+from kvloom.checkpoints.families.multiplied import multiplied
 from kvloom.checkpoints.families.picked import PICKED, pick, rows_of
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.families.stacked import StackedExperts, stacked_shapes
@@ -45,9 +47,10 @@ class FileLayout:
     interleaved: bool
     is_packed: bool = False
     has_log_decay: bool = False
+    factors: Factors = field(default_factory=dict)
 
 
-def folder_layout(family: Family, scheme: Scheme | None, names: Iterable[str]) -> FileLayout:
+def folder_layout(family: Family, scheme: Scheme | None, names: Iterable[str], config: Mapping[str, Any]) -> FileLayout:
     """`names`: of the files' tensors; experts may have tensors of their own where their family stacks gate and up.
     Raises ModelError when the scheme is not for the family's files.
     """
@@ -59,8 +62,11 @@ def folder_layout(family: Family, scheme: Scheme | None, names: Iterable[str]) -
     stacking = family.stacking
     if stacking == "gate_up" and any(".experts.0." in name for name in names):
         stacking = ""
+    if scheme is not None and family.factors is not None:
+        raise ModelError(f"quantization_config is not supported by {family.name}, whose multipliers are in its weights")
+    factors = family.factors({**family.defaults, **config}) if family.factors else {}
     has_log_decay = family.recurrent is not None
-    return FileLayout(family.fused, family.norm_offset, stacking, family.interleaved, is_packed, has_log_decay)
+    return FileLayout(family.fused, family.norm_offset, stacking, family.interleaved, is_packed, has_log_decay, factors)
 
 
 def gguf_layout(family: Family, has_sections: bool, has_stacks: bool = True) -> FileLayout:
@@ -110,6 +116,11 @@ class FamilyWeights:
         """Raises ModelError when the spec has no such tensor."""
         if name not in self._shapes:
             raise ModelError(f"tensor {name} is not part of this model")
+        factors = self._layout.factors.get(name.rsplit(".", 1)[-1])
+        return multiplied(self._tensor(name), factors) if factors else self._tensor(name)
+
+    def _tensor(self, name: str) -> Tensor:
+        """Without factors."""
         if name not in self._held:
             return self._cut(name)
         raw, offset = self._source.tensor(name), self._layout.norm_offset

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvloom.checkpoints.families.expert_layers import Mixture, Stacking, experts_of, sparse_layers
-from kvloom.checkpoints.families.hybrid import hybrid_layers
+from kvloom.checkpoints.families.hybrid import hybrid_layers, single_layers
 from kvloom.checkpoints.families.mixers import Attention, Recurrent
 from kvloom.checkpoints.families.positions import layers_of, sees_ahead
-from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.families.spec import DecoderSpec, Layer
 from kvloom.checkpoints.families.values import count, flag, positive
 from kvloom.contract.errors import ModelError
 
@@ -19,6 +19,8 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {  # by the names of conf
 }
 
 
+# of a layer's tensor, by canonical name: (number of rows, their factor), from the first row on; 0 = all
+Factors = Mapping[str, tuple[tuple[int, float], ...]]
 _BIASES = ("mlp_bias", "use_bias")  # of linears that have none here
 
 
@@ -49,6 +51,7 @@ class Family:
     gates_attention: bool = False  # see Attention.is_gated
     recurrent: Callable[[Mapping[str, Any]], Recurrent] | None = None  # the mixer of its layers with a state
     recurrent_kind: str = ""  # name of these layers in layer_types
+    branches: Literal["two", "one", "three"] = "two"  # of a layer: a mixer and an MLP; either; two mixers and an MLP
     interleaved: bool = False  # rotary partners of q and k are side by side in all its files, in adapters too
     fused: tuple[str, ...] = ()  # tensors that files hold as one: "qkv", "gate_up", or those of picked.py
     norm_offset: float = 0.0  # folders hold the weights of norms minus this; GGUF files the weights themselves
@@ -60,6 +63,7 @@ class Family:
     translated: Callable[[Mapping[str, Any]], dict[str, Any]] = (
         _no_fields  # keys of its own as those that are read here
     )
+    factors: Callable[[Mapping[str, Any]], Factors] | None = None  # of matrices in folders
     fields: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_fields  # of DecoderSpec, that it alone computes
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
@@ -89,17 +93,20 @@ class Family:
         sizes = Attention(heads, kv_heads, head_dim, is_gated=self.gates_attention)
         layers = layers_of(config, sizes, max_seq_len)
         if self.recurrent is not None:
-            layers = hybrid_layers(layers, config, self.recurrent_kind, self.recurrent(config))
+            layers = self._with_states(layers, config, self.recurrent(config))
         experts = experts_of(config, self.mixture, len(layers)) if self.mixture else None
         ahead = sees_ahead(config)
-        sparse = sparse_layers(config, len(layers)) if experts else [False] * len(layers)
+        if experts and self.branches != "one":
+            sparse = sparse_layers(config, len(layers))
+            layers = tuple(replace(layer, has_experts=own) for layer, own in zip(layers, sparse, strict=True))
+        has_dense = any(layer.has_mlp for layer in layers)
         spec = DecoderSpec(
             family=self.name,
             hidden=hidden,
-            intermediate=count(config, "intermediate_size"),
+            intermediate=count(config, "intermediate_size") if has_dense else 0,
             vocab_size=count(config, "vocab_size"),
             max_seq_len=max_seq_len,
-            layers=tuple(replace(layer, has_experts=own) for layer, own in zip(layers, sparse, strict=True)),
+            layers=layers,
             norm_eps=positive(config, "rms_norm_eps", 1e-6),
             tie_embeddings=(is_tied or flag(config, "tie_word_embeddings")) and not ahead,
             qkv_bias=self.qkv_bias,
@@ -116,6 +123,14 @@ class Family:
             interleaved=self.interleaved,
         )
         return replace(spec, **own)
+
+    def _with_states(self, layers: tuple[Layer, ...], config: Mapping[str, Any], mixer: Recurrent) -> tuple[Layer, ...]:
+        """`layers`, of which some have `mixer`. Raises ModelError."""
+        if self.branches == "one":
+            return single_layers(layers, config, mixer)
+        if self.branches == "three":
+            return tuple(replace(layer, beside=mixer) for layer in layers)
+        return hybrid_layers(layers, config, self.recurrent_kind, mixer)
 
     def _activation(self, config: Mapping[str, Any]) -> Literal["silu", "gelu_tanh"]:
         name = config.get("hidden_activation") or config.get("hidden_act") or "silu"

@@ -10,8 +10,9 @@ from kvloom.checkpoints.families.spec import Layer
 from kvloom.checkpoints.families.values import count, flag, short
 from kvloom.contract.errors import ModelError
 
-FULL = "full_attention"
-_OLDER = {"mamba": "linear_attention", "attention": FULL}  # names of the same before transformers 5
+FULL, LINEAR = "full_attention", "linear_attention"
+SINGLE = (LINEAR, FULL, "mlp", "moe")  # layers of one branch
+_OLDER = {"mamba": LINEAR, "attention": FULL}  # names of the same before transformers 5
 _TAGGED, _ENDLESS = {"__float__": "Infinity"}, math.inf  # as transformers writes it
 MAX_WIDTH = 8  # tokens of a convolution
 
@@ -22,7 +23,7 @@ def hybrid_layers(layers: Sequence[Layer], config: Mapping[str, Any], kind: str,
     """
     types, flags, listed = (config.get(key) for key in ("layer_types", "recurrent_layers", "full_attn_idxs"))
     if types is not None:
-        types = [_OLDER.get(name, name) for name in types] if isinstance(types, list) else types
+        types = older_names(types)
         if not isinstance(types, list) or len(types) != len(layers) or not set(types) <= {kind, FULL}:
             problem = f"must name {len(layers)} layers, each {kind} or {FULL}, got {short(types)}"
             raise ModelError(f"configuration: layer_types {problem}")
@@ -37,9 +38,39 @@ def hybrid_layers(layers: Sequence[Layer], config: Mapping[str, Any], kind: str,
     return tuple(replace(layer, mixer=mixer) if own else layer for layer, own in zip(layers, flags, strict=False))
 
 
+def single_layers(layers: Sequence[Layer], config: Mapping[str, Any], mixer: Recurrent) -> tuple[Layer, ...]:
+    """`layers`, of which each has the one branch that layer_types names. Raises ModelError."""
+    types = older_names(config.get("layer_types"))
+    if not isinstance(types, list) or len(types) != len(layers) or not set(types) <= set(SINGLE):
+        problem = f"must name {len(layers)} layers, each one of {', '.join(SINGLE)}, got {short(types)}"
+        raise ModelError(f"configuration: layer_types {problem}")
+    own = {
+        LINEAR: lambda layer: replace(layer, mixer=mixer, has_mlp=False),
+        FULL: lambda layer: replace(layer, has_mlp=False),
+        "mlp": lambda layer: replace(layer, mixer=None),
+        "moe": lambda layer: replace(layer, mixer=None, has_experts=True),
+    }
+    return tuple(own[name](layer) for layer, name in zip(layers, types, strict=True))
+
+
+def older_names(types: object) -> object:
+    """layer_types with the names that transformers has had for them since version 5."""
+    return [_OLDER.get(name, name) for name in types] if isinstance(types, list) else types
+
+
 def short_conv(config: Mapping[str, Any]) -> ShortConv:
     """Raises ModelError."""
     return ShortConv(count(config, "hidden_size"), _width(config, "conv_L_cache"))
+
+
+_MAMBA_KEYS = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
+_MAMBA_KEYS |= {"rms_norm_eps": "layer_norm_epsilon"}
+
+
+def own_keys(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """What a configuration calls otherwise; `keys`: theirs by ours, beside those that all of Mamba's kin have."""
+    named = {**_MAMBA_KEYS, **keys}.items()
+    return {ours: config[theirs] for ours, theirs in named if theirs in config and ours not in config}
 
 
 def mamba2(config: Mapping[str, Any]) -> Mamba2:

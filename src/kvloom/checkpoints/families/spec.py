@@ -105,6 +105,7 @@ class DecoderSpec:
     sees_ahead: bool = False  # tokens also attend to later ones: a sequence is computed in one step
     encoder: Encoder | None = None
     interleaved: bool = False  # adapters have rotary partners of q and k side by side (interleaved.py), weights do not
+    is_multiplied: bool = False  # multipliers that adapters do not have are in its weights
     has_logits: bool = True  # otherwise it has no head, and gives states
 
     @property
@@ -193,17 +194,16 @@ class DecoderSpec:
 
     def _layer_shapes(self, layer: Layer) -> Shapes:
         """Of its mixers and norms."""
-        ends = {
-            "_norm": self.norms in ("pre", "both"),
-            "_post_norm": self.norms != "pre",
-            "_post_norm_bias": self.encoder is not None,
-        }
-        branches = [name for name, has in (("attn", layer.mixer is not None), ("mlp", layer.has_mlp)) if has]
-        own: Shapes = {f"{name}{end}": (self.hidden,) for end, has in ends.items() if has for name in branches}
-        for mixer in (layer.mixer, layer.beside):
-            if mixer is not None:
-                vectors = self._attention_shapes(mixer) if isinstance(mixer, Attention) else mixer.vectors()
-                own |= mixer.linears(self.hidden) | vectors
+        mixers = [mixer for mixer in (layer.mixer, layer.beside) if mixer is not None]
+        branches = [name for name, has in (("attn", bool(mixers)), ("mlp", layer.has_mlp)) if has]
+        has_before = self.norms in ("pre", "both")
+        own: Shapes = {"attn_norm": (self.hidden,)} if mixers and has_before else {}
+        for mixer in mixers:
+            own |= mixer.linears(self.hidden)
+        ends = {"_norm": has_before, "_post_norm": self.norms != "pre", "_post_norm_bias": self.encoder is not None}
+        own |= {f"{name}{end}": (self.hidden,) for end, has in ends.items() if has for name in branches}
+        for mixer in mixers:
+            own |= self._attention_shapes(mixer) if isinstance(mixer, Attention) else mixer.vectors()
         return own
 
     def _attention_shapes(self, mixer: Attention) -> Shapes:

@@ -34,6 +34,15 @@ def real(config: Mapping[str, Any], key: str, default: float) -> float:
     return number
 
 
+def reals(config: Mapping[str, Any], key: str, number: int) -> list[float]:
+    """`number` numbers; ones if they are missing or null. Raises ModelError."""
+    given = config.get(key)
+    values = [1.0] * number if given is None else given
+    if not isinstance(values, list | tuple) or len(values) != number:
+        raise ModelError(f"configuration: {key} must be {number} numbers, got {short(given)}")
+    return [real({key: value}, key, 1.0) for value in values]
+
+
 def positive(config: Mapping[str, Any], key: str, default: float) -> float:
     """As `real`, above zero."""
     number = real(config, key, default)

@@ -26,8 +26,6 @@ _BY_COLUMNS = ("o", "down", "shared_down")  # and LoRA's A: ranks then sum B tim
 
 def shard_spec(spec: DecoderSpec, world_size: int) -> DecoderSpec:
     """The model as one rank computes it. Raises ModelError when heads or channels cannot be shared evenly."""
-    if not spec.attention:
-        raise ModelError(f"{spec.family} without a layer of attention is not supported")
     sizes = [("attention heads", mixer.num_heads) for _, mixer in spec.attention]
     sizes += [("KV heads", mixer.num_kv_heads) for _, mixer in spec.attention]
     sizes.append(("MLP channels", spec.intermediate))
