@@ -126,3 +126,12 @@ def test_a_cut_file_is_no_model(keep, tmp_path):
 def test_a_file_of_few_bits_takes_more_memory_than_it_has_bytes(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", num_bytes=WEIGHTS // 4)
     assert look(path).weight_bytes == int(0.55 * WEIGHT_BYTES)  # kept in up to 4.5 bits a weight
+
+
+def test_a_model_without_keys_and_values_is_refused(tmp_path):
+    shape = {"block_count": 2, "embedding_length": 64, "attention.head_count": 0, "feed_forward_length": 0}
+    shape |= {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 1, "ssm.inner_size": 128}
+    path = write_gguf(tmp_path / "m.gguf", "mamba2", {**shape, "ssm.time_step_rank": 4, "context_length": 1 << 20})
+    with pytest.raises(Refused, match="mamba2 has no keys and values, which memory is counted in here") as caught:
+        look(path)
+    assert caught.value.code is Code.NOSYS

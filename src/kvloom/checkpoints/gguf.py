@@ -118,9 +118,6 @@ def config_of(header: Header, file: str) -> tuple[str, dict[str, Any]]:
         config["num_key_value_heads"] = max(kv_heads)
     config["mamba_conv_bias"] = any(name.endswith(LAYER_NAMES["conv_bias"]) for name in header.tensors)
     config["mamba_rms_norm"] = any(name.endswith(LAYER_NAMES["out_norm"]) for name in header.tensors)
-    widths = config.get("intermediate_size")
-    if isinstance(widths, list) and len(set(widths) - {0}) <= 1:  # 0 where a layer has no MLP
-        config["mlp_layers"], config["intermediate_size"] = [width > 0 for width in widths], max(widths, default=0)
     if arch in ("granite", "granitemoe", "granitehybrid"):
         config |= _unsaid_by_granite(config, metadata.get(f"{arch}.rope.scaling.finetuned") is not False)
     return arch, config

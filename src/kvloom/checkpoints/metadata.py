@@ -128,6 +128,9 @@ def config_keys(arch: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     if arch not in _HAS_WINDOW:
         unsaid["sliding_window"] = None
     said = {key: metadata[f"{arch}.{name}"] for key, name in CONFIG_KEYS.items() if f"{arch}.{name}" in metadata}
+    widths = said.get("intermediate_size")
+    if isinstance(widths, list) and len(set(widths) - {0}) <= 1:  # 0 where a layer has no MLP
+        said |= {"mlp_layers": [width > 0 for width in widths], "intermediate_size": max(widths, default=0)}
     layers, guessing = said.get("num_hidden_layers"), said.get("num_nextn_predict_layers")
     if isinstance(layers, int) and isinstance(guessing, int):
         said["num_hidden_layers"] = layers - guessing  # the last ones guess further tokens

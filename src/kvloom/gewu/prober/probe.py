@@ -54,6 +54,8 @@ def probe(files: ModelFiles, backend: str = "auto") -> Found:
         spec = FAMILIES[arch].spec({"vocab_size": _VOCAB_SIZE, **config})
     except ModelError as error:
         raise Refused(Code.INVAL, f"{files.path}: {error}") from None
+    if not spec.cached:
+        raise Refused(Code.NOSYS, f"{files.path}: {arch} has no keys and values, which memory is counted in here")
     taken = EngineConfig(model=files.path, backend=kept, weight_format=footprint.STORED)
     return Found(
         key,

@@ -5,7 +5,6 @@ from dataclasses import replace
 from kvloom.checkpoints import footprint
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.config import EngineConfig
-from kvloom.contract.errors import ModelError
 from kvloom.gewu.modelfiles import NUM_STATES
 from kvloom.rank.loading import choose_backend
 
@@ -15,10 +14,6 @@ def fit(config: EngineConfig) -> tuple[EngineConfig, int, int]:
     ModelError.
     """
     spec = open_checkpoint(config.model).spec
-    if not spec.cached:
-        raise ModelError(
-            f"{spec.family} has no keys and values, which memory is counted in on a device; kvloom serve has it"
-        )
     config = replace(config, backend=choose_backend(config, spec))
     if spec.state_floats:
         config = replace(config, max_batch=min(config.max_batch, NUM_STATES))
