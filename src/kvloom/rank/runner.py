@@ -168,10 +168,12 @@ class ModelRunner:
         self._swap.save(batch.swap_out)
         self._swap.load([pair for work in batch.work for pair in work.loads])
         self._blocks.copy([(work.copied, self._first_block(work)) for work in batch.work if work.copied >= 0])
-        self._copy_states((work.begun, work.state) for work in batch.work if work.begun >= 0)
+        if self.info.num_snapshots:
+            self._copy_states((work.begun, work.state) for work in batch.work if work.begun >= 0)
         if batch.work or batch.again:
             self._compute(batch, output)
-        self._copy_states((self._states[work.id].place, work.kept) for work in batch.work if work.kept >= 0)
+        if self.info.num_snapshots:
+            self._copy_states((self._states[work.id].place, work.kept) for work in batch.work if work.kept >= 0)
         output.compute_s = time.perf_counter() - started
         return output
 
