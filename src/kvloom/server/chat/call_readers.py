@@ -9,10 +9,11 @@ import json
 from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
-from kvloom.server.chat.form import ID, TYPE, CallForm
+from kvloom.server.chat.elements import member_schema
+from kvloom.server.chat.form import CDATA_BEGIN, CDATA_END, ID, TYPE, CallForm
 from kvloom.server.chat.json_calls import JsonValue, object_text
 from kvloom.server.chat.open_tagged import found_in, split
-from kvloom.server.chat.values import json_of_quoted, typed_json
+from kvloom.server.chat.values import Brackets, json_of_quoted, typed_json, types_of
 
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 _OPEN, _CLOSE = "([{", ")]}"
@@ -192,7 +193,7 @@ class MarkedReader:
                 yield
             name = held.removesuffix(before).strip()
             said = yield from self._said(before, after)
-            value = yield from self._value(key, end)
+            value = yield from self._value(key, end, self._is_nested(name, said))
             missing = self._missing(name)
             for own, text in split(self._form, name, value, missing) if missing and not after else [(name, value)]:
                 self._give(own, text, said)
@@ -219,9 +220,9 @@ class MarkedReader:
         is_text = before + said in (self._form.key_end, self._form.key_end.removesuffix(after) + after)
         return "text" if is_text else "json"
 
-    def _value(self, key: str, end: str) -> Generator[None, str, str]:
-        """A value ends at its mark only if another argument or the call's end follows."""
-        mark, value = self._form.value_end.strip(), ""
+    def _value(self, key: str, end: str, is_nested: bool) -> Generator[None, str, str]:
+        """A value ends at its mark only if another argument or the call's end follows, and not within itself."""
+        mark, value, brackets = self._form.value_end.strip(), "", Brackets()
         behind = (key, *(one for one in (end, _squeezed(self._form.end)) if one))  # models leave out the first of both
         while True:
             value += self._char
@@ -233,22 +234,36 @@ class MarkedReader:
                 yield
                 seen += self._char
                 held += "" if self._char.isspace() else self._char
-                if held in behind:
+                is_next = held in behind
+                if is_next and not self._is_within(value.removesuffix(mark), is_nested, brackets):
                     self._is_ended = held != key
                     if not self._is_ended:
                         yield
                     return value.removesuffix(mark)
-                if not any(one.startswith(held) for one in behind):
+                if is_next or not any(one.startswith(held) for one in behind):
                     break
             value += seen[:-1]
+
+    def _is_within(self, value: str, is_nested: bool, brackets: Brackets) -> bool:
+        """Whether a value that its mark may end goes on: CDATA, or an object or list, has not ended."""
+        text = value.strip()
+        if text.startswith(CDATA_BEGIN):
+            return not text.endswith(CDATA_END)
+        return is_nested and text[:1] in ("{", "[") and brackets.are_open(value)
+
+    def _is_nested(self, key: str, said: str) -> bool:
+        """Whether what looks like an object or a list can be no text."""
+        schema = self._schemas.get(self.name or "", {})
+        types = types_of(member_schema(schema, schema, key), schema)
+        return said == "json" or (said != "text" and types is not None and "string" not in types)
 
     def _give(self, key: str, value: str, said: str) -> None:
         if self._form.key_end.endswith("\n"):
             value = value.removeprefix("\n")
         if self._form.value_end.startswith("\n"):
             value = value.removesuffix("\n")
-        if value.strip().startswith("<![CDATA[") and value.strip().endswith("]]>"):
-            value, said = value.strip()[9:-3], "text"
+        if value.strip().startswith(CDATA_BEGIN) and value.strip().endswith(CDATA_END):
+            value, said = value.strip().removeprefix(CDATA_BEGIN).removesuffix(CDATA_END), "text"
         text = typed_json(self._schemas.get(self.name or "", {}), key, value, said)
         self._put(key, text)
 
@@ -271,9 +286,9 @@ class MarkedReader:
                 if self._char == close:
                     break
                 text = ""
-            elif form.quote and self._char == form.quote[0]:
+            elif form.own_quote and self._char == form.quote[0]:
                 text += yield from self._between_quotes()
-            elif not form.quote and self._char in "'\"":
+            elif not form.own_quote and self._char in "'\"":
                 text += yield from self._quoted()
                 continue
             else:

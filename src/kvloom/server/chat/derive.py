@@ -7,37 +7,41 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
 
 from kvloom.contract.errors import BadRequest
-from kvloom.server.chat.form import ID, KEY, KNOWN, MARK, SPACE, CallForm, Thinking
+from kvloom.server.chat.call_marks import IDS, KEYS, LAST, NAMES, VALUES, common_begin, common_end, form_in
+from kvloom.server.chat.form import CDATA_BEGIN, MARK, CallForm, Thinking
 
 # (messages, tools, whether the answer's beginning is added) -> prompt. Raises BadRequest where the template refuses
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
 
 _USER, _TEXT, _WHY = "Qkvl", "Zkvltext", "Zkvlwhy"
-_NAMES = ("kvlfa", "kvlfb")
-_KEYS = ("kvlka", "kvlkb")
-_VALUES: tuple[Any, ...] = ("kvlva", 7351)
-_IDS = ("kvlidaaa1", "kvlidbbb2")
-_ARGUMENTS = dict(zip(_KEYS, _VALUES, strict=True))
-_LISTED = {_KEYS[0]: [_VALUES[0]]}
+_ARGUMENTS = dict(zip(KEYS, VALUES, strict=True))
+_LISTED = {KEYS[0]: [VALUES[0]]}
+# a value of each type, under keys that are not in their order
+_TYPED: Mapping[str, Any] = {
+    "kvlkz": {"k": True},
+    "kvlky": [True],
+    "kvlkx": True,
+    "kvlkw": None,
+    "kvlkv": f"{VALUES[0]}<",
+}
+_TYPES = {"kvlkz": "object", "kvlky": "array", "kvlkx": "boolean", "kvlkw": "null"}
 _CHANNEL = r"<\|channel\|>\w+(?=<\|message\|>)"  # gpt-oss: what follows is reasoning, by the channel's name
 PARTS = "parts"  # reasoning as a part of the content, of the type "thinking"
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan", PARTS)
-_LAST = r"<\|[a-z_]+\|>"  # a mark that ends an answer
 _SCHEMA = {
     "type": "object",
     "properties": {
-        _KEYS[0]: {"type": "string", "description": "a"},
-        _KEYS[1]: {"type": "integer", "description": "b"},
+        KEYS[0]: {"type": "string", "description": "a"},
+        KEYS[1]: {"type": "integer", "description": "b"},
     },
-    "required": list(_KEYS),
+    "required": list(KEYS),
     "additionalProperties": False,
 }
 TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "does", "parameters": _SCHEMA}} for name in _NAMES
+    {"type": "function", "function": {"name": name, "description": "does", "parameters": _SCHEMA}} for name in NAMES
 ]
 _ASKED = {"role": "user", "content": _USER}
 
@@ -45,7 +49,7 @@ _ASKED = {"role": "user", "content": _USER}
 def _call(index: int, is_text: bool, arguments: Mapping[str, Any] = _ARGUMENTS) -> dict[str, Any]:
     given: Any = json.dumps(arguments) if is_text else arguments
     return {
-        "id": _IDS[index], "type": "function", "function": {"name": _NAMES[index], "arguments": given},
+        "id": IDS[index], "type": "function", "function": {"name": NAMES[index], "arguments": given},
     }  # fmt: skip
 
 
@@ -126,9 +130,7 @@ def around_text(render: Render, shown: ShownReasoning | None, calls: CallForm | 
     last = re.findall(MARK, after) or after.split()[:1]
     answer = _called(render, 1, False) or _called(render, 1, True) or ""
     end = calls.end.strip() if calls else ""
-    ends = (
-        re.findall(MARK, answer.rpartition(end)[2]) if end and end in answer else re.findall(rf"{_LAST}\s*\Z", answer)
-    )
+    ends = re.findall(MARK, answer.rpartition(end)[2]) if end and end in answer else re.findall(rf"{LAST}\s*\Z", answer)
     opening = re.findall(rf"{MARK}\w*", before)
     marks = [*opening, *last, *(one.strip() for one in ends)]
     return Around(before.strip() if opening else "", tuple(dict.fromkeys(marks)))
@@ -139,13 +141,38 @@ def calls_of(render: Render, end_of_reasoning: str = "") -> CallForm | None:
     for is_text in (False, True):
         for count in (2, 1):
             text = _called(render, count, is_text)
-            if text is None or _NAMES[0] not in text or _KEYS[0] not in text:
+            if text is None or NAMES[0] not in text or KEYS[0] not in text:
                 continue
             before, is_there, rest = text.partition(end_of_reasoning) if end_of_reasoning else ("", "", "")
-            if is_there and _NAMES[0] not in before:
+            if is_there and NAMES[0] not in before:
                 text = rest
-            return _form(text, _end(render), _called(render, 1, is_text, _LISTED) or "")
+            form = form_in(text, _end(render), _called(render, 1, is_text, _LISTED) or "")
+            if form is not None and form.kind in ("tagged", "python") and not is_text:
+                return _spelt(form, _called(render, 1, False, _TYPED) or "")
+            return form
     return None
+
+
+def _spelt(form: CallForm, text: str) -> CallForm:
+    """The form with how it writes values and in which order. `text`: a call with arguments of all types."""
+    places = sorted((at, key) for key in _TYPED if (at := text.find(key)) >= 0)
+    ends = [*(at for at, _ in places[1:]), len(text)]
+    values = {key: text[at:end] for (at, key), end in zip(places, ends, strict=True)}
+    return replace(
+        form,
+        literals=tuple(type for key, type in _TYPES.items() if re.search("True|None", values.get(key, ""))),
+        is_sorted=[key for _, key in places] == sorted(_TYPED),
+        has_cdata=any(f"{CDATA_BEGIN}{VALUES[0]}<" in value for value in values.values()),
+    )
+
+
+def lead_of_calls(render: Render, calls: CallForm, end_of_reasoning: str = "") -> str:
+    """What stands before the first call of an answer that is nothing else, behind its reasoning."""
+    text = _called(render, 1, False) or _called(render, 1, True) or ""
+    begin = calls.begin or calls.head
+    at = text.find(begin.strip()) if begin.strip() else -1
+    before = text[: max(at, 0)]
+    return before.rpartition(end_of_reasoning)[2] if end_of_reasoning else before
 
 
 def _called(render: Render, count: int, is_text: bool, arguments: Mapping[str, Any] = _ARGUMENTS) -> str | None:
@@ -169,11 +196,11 @@ def answer_in(
     except BadRequest:
         return None
     if begin == render([asked], tools, False):
-        text = text[: len(text) - len(_common_end(text, begin))]  # the template always adds the answer's beginning
+        text = text[: len(text) - len(common_end(text, begin))]  # the template always adds the answer's beginning
     if text.startswith(begin):
         return text[len(begin) :]
     content = asked["content"]
-    shared = max(len(_common_begin(text, begin)), len(_common_begin(text, other)), text.find(content) + len(content))
+    shared = max(len(common_begin(text, begin)), len(common_begin(text, other)), text.find(content) + len(content))
     return text[shared:]
 
 
@@ -181,198 +208,3 @@ def _end(render: Render) -> str:
     """What ends an answer."""
     text = _answer(render, {"role": "assistant", "content": _TEXT}, TOOLS) or ""
     return text.rpartition(_TEXT)[2] if _TEXT in text else ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Where a call stands in a text: all of it, its name, its arguments."""
-
-    begin: int
-    name: int
-    mid: int
-    arguments: int
-    rest: int
-    end: int
-    kind: str
-
-
-def _find(text: str, index: int, start: int) -> _Found | None:
-    """Call number `index`, from `start` on."""
-    name = _NAMES[index]
-    key = text.find(_KEYS[0], start)
-    at = text.rfind(name, start, key)
-    if key < 0 or at < 0:
-        return None
-    mid = at + len(name)
-    brace = text.rfind("{", mid, key)
-    if brace >= 0 and re.fullmatch(r'\{\s*"', text[brace:key]):
-        rest = _end_of_json(text, brace)
-        outer = text.rfind("{", start, at)
-        if text[at - 1] == text[mid] == '"' and outer >= 0:
-            kind = "keyed" if re.fullmatch(r'\{\s*"', text[outer:at]) else "object"
-            return _Found(outer, at, mid, brace, rest, _end_of_json(text, outer), kind)
-        return _Found(at, at, mid, brace, rest, rest, "json")
-    if text[mid] in "({" and text[mid + 1 :].startswith(_KEYS[0]):
-        end = text.find({"(": ")", "{": "}"}[text[mid]], mid)
-        return _Found(at, at, mid, mid, end, end + 1, "python")
-    last = text.find(str(_VALUES[1]), key)
-    end = last + len(str(_VALUES[1]))
-    return _Found(at, at, mid, key, end, end, "tagged") if last >= 0 else None
-
-
-def _end_of_json(text: str, begin: int) -> int:
-    try:
-        return json.JSONDecoder(strict=False).raw_decode(text, begin)[1]
-    except ValueError:
-        return begin
-
-
-def _form(text: str, end: str, listed: str) -> CallForm | None:
-    """The form of the calls in a text, behind which `end` ends an answer. `listed`: a call with a list."""
-    for index, id in enumerate(_IDS):
-        text = text.replace(id, ID)
-        text = text.replace(f'"{index}"', f'"{ID}"').replace(f":{index}<", f":{ID}<")
-    text = text.replace('index="2"', f'index="{ID}"').replace('index="1"', f'index="{ID}"')
-    first = _find(text, 0, 0)
-    if first is None:
-        return None
-    second = _find(text, 1, first.end) if _NAMES[1] in text[first.end :] else None
-    last = second or first
-    pre, post = text[: first.begin], text[last.end :]
-    post = post.removesuffix(end) if end and post.endswith(end) else re.sub(rf"{_LAST}\s*\Z", "", post)
-    between = text[first.end : second.begin] if second else None
-    parts = _tagged(text, first, between if between is not None else post)
-    if parts is None:
-        return None
-    taken, fields = parts
-    if fields["kind"] == "elements":
-        fields["item"] = _item(listed, fields["key_begin"], fields["key_end"])
-    return _around(pre, None if between is None else between[taken:], post[taken:], fields)
-
-
-def _tagged(text: str, found: _Found, after: str) -> tuple[int, dict[str, Any]] | None:
-    """The number of characters behind the call that belong to its last argument, and the fields of the form so far."""
-    kind = found.kind
-    if kind in ("object", "keyed"):
-        fields = {"mid": text[found.mid : found.arguments], "tail": text[found.rest : found.end]}
-        return 0, {"kind": kind, "head": text[found.begin : found.name], **fields}
-    if kind == "python":
-        inner = text[found.mid + 1 + len(_KEYS[0]) : found.rest]
-        before = inner.partition(_VALUES[0])[0]
-        fields = {"mid": text[found.mid], "tail": text[found.end - 1], "assign": before[:1]}
-        return 0, {"kind": kind, **fields, "quote": before[1:] if len(before) > 2 else ""}
-    if kind == "json":
-        return 0, {"kind": kind, "mid": text[found.mid : found.arguments]}
-    inner = text[found.mid : found.end]
-    match = re.fullmatch(rf"(.*?){_KEYS[0]}(.*?){_VALUES[0]}(.*?){_KEYS[1]}(.*?){_VALUES[1]}", inner, re.DOTALL)
-    if match is None or not match[2].strip():
-        return None
-    before, key_end, inside, other = match.groups()
-    if _KEYS[0] in inside:
-        return _elements(before, key_end, inside, after) if other == key_end else None
-    key_begin = _common_end(before, inside)
-    value_end = inside[: len(inside) - len(key_begin)]
-    if not key_begin.strip() or not value_end.strip() or not after.startswith(value_end):
-        return None
-    fields = {"key_begin": key_begin, "key_end": key_end, "other_end": other if other != key_end else ""}
-    mid = before[: len(before) - len(key_begin)]
-    return len(value_end), {"kind": kind, "mid": mid, "value_end": value_end, **fields}
-
-
-def _elements(before: str, key_end: str, inside: str, after: str) -> tuple[int, dict[str, Any]] | None:
-    """The same of arguments whose keys end them too. `before`: what stands before the first key; `inside`: what stands
-    between its value and the next key; `after`: what follows the last value.
-    """
-    value_end, _, rest = inside.partition(_KEYS[0])
-    key_begin = rest.lstrip().removeprefix(key_end.strip())
-    value_end += KEY + key_end.strip()
-    last = value_end.replace(KEY, _KEYS[1])
-    if not re.fullmatch(r"[>\]]", key_end.strip()) or not after.startswith(last):
-        return None
-    if not key_begin.strip() or not before.endswith(key_begin):
-        return None
-    mid = before[: len(before) - len(key_begin)]
-    fields = {"key_begin": key_begin, "key_end": key_end, "value_end": value_end}
-    return len(last), {"kind": "elements", "mid": mid, **fields}
-
-
-def _item(listed: str, key_begin: str, key_end: str) -> str:
-    """The name of a list's elements; "" where a list is none. `listed`: an argument that is a list of a text."""
-    begin, end = re.escape(key_begin.strip()), re.escape(key_end.strip())
-    found = re.search(rf"{_KEYS[0]}{end}\s*{begin}([^\s<>/]+){end}\s*{_VALUES[0]}", listed)
-    return found[1] if found else ""
-
-
-def _around(pre: str, between: str | None, post: str, fields: dict[str, Any]) -> CallForm | None:
-    """The form, from what stands before, between and behind calls."""
-    inner = fields.pop("head", "")
-    tail = fields.pop("tail", "")
-    head = _common_end(pre, between) if between is not None else pre
-    if between is None or head.strip() == pre.strip():
-        begin, head = _split_json(pre.lstrip()) if fields["kind"] == "object" else _split(pre.lstrip())
-        space = pre[: len(pre) - len(pre.lstrip())] if between is None else between[len(post.rstrip()) :]
-        space = space[: len(space) - len(space.lstrip())]
-        end, is_section = post.rstrip(), False
-        if between is not None:
-            end = _common_begin(end, between).rstrip() or end
-        if fields["kind"] in ("tagged", "elements") and head.strip():
-            own, end = _split_end(end)
-            tail += own
-        sep = space
-    else:
-        inside = between[: len(between) - len(head)]
-        own = _common_begin(inside, post)
-        begin, end, sep, is_section = pre[: len(pre) - len(head)].lstrip(), post[len(own) :], inside[len(own) :], True
-        tail += own
-    form = CallForm(
-        "its own", begin=begin, end=end.rstrip(), is_section=is_section, head=head + inner, tail=tail, between=sep,
-        **fields,
-    )  # fmt: skip
-    if ID in begin or (not begin and form.kind != "object"):
-        return None
-    return next((known for known in KNOWN.values() if _is_alike(known, form)), form)
-
-
-def _split(pre: str) -> tuple[str, str]:
-    """The mark that begins a call, and what stands between it and the name."""
-    found = re.match(rf"(?:{SPACE})?[^\s\x00]*?[>\]]", pre) or re.match(r"[^\x00]*", pre)
-    mark = found[0] if found else ""
-    return mark, pre[len(mark) :]
-
-
-def _split_json(pre: str) -> tuple[str, str]:
-    """The same before a JSON object: the mark is all of it."""
-    found = re.match(r"(?:[^\x00{]*\S)?", pre)
-    at = found.end() if found else 0
-    return pre[:at], pre[at:]
-
-
-def _split_end(post: str) -> tuple[str, str]:
-    """The same behind the arguments: what ends the call itself, and what ends its mark."""
-    found = re.search(r"\s*\S+\Z", post)
-    at = found.start() if found else len(post)
-    return post[:at], post[at:]
-
-
-def _is_alike(known: CallForm, form: CallForm) -> bool:
-    def squeezed(one: CallForm) -> list[str]:
-        return ["".join(mark.split()) for mark in one.marks]
-
-    alike = (known.kind, known.is_section, known.item) == (form.kind, form.is_section, form.item)
-    return alike and squeezed(known) == squeezed(form)
-
-
-def _common_begin(first: str, second: str) -> str:
-    """The longest common beginning that cuts no mark."""
-    return re.sub(r"(?:</?|\[)[^<>\[\]\s]*\Z", "", _shared(first, second))
-
-
-def _common_end(first: str, second: str) -> str:
-    """The longest common end that cuts no mark."""
-    shared = _shared(first[::-1], second[::-1])[::-1]
-    return re.sub(r"\A[^<\[\s]*[>\]]", "", shared)
-
-
-def _shared(first: str, second: str) -> str:
-    """The longest common beginning."""
-    return "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

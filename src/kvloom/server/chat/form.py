@@ -11,6 +11,7 @@ MARK = rf"(?:<\|(?:open|close)\|>[^<]*<\|sep\|>|(?:{SPACE})?<[^<>\s]+>|\[/?[A-Z]
 TYPE = "\x01"  # in `other_end`: the value's type as JSON Schema names it
 NAME = "\x02"  # in `address`: the name of the function
 KEY = "\x03"  # in `value_end`: the argument's key
+CDATA_BEGIN, CDATA_END = "<![CDATA[", "]]>"
 ID = "\x00"  # in `head` and `mid`: an id, or a number, that the model makes up
 
 # object    {"name": NAME, "arguments": {...}}, maybe with more members
@@ -48,14 +49,28 @@ class CallForm:
     json_begin: str = ""  # tagged: around all arguments of a call as one JSON object, if a call may have that instead
     json_end: str = ""
     item: str = ""  # elements: the name of an element of a list; "" = objects and lists are JSON
-    quote: str = ""  # python: what stands around a text; "" = a quotation mark
-    assign: str = "="  # python: between a key and its value
+    quote: str = ""  # python: what stands around a text; "" = JSON's quotation mark
+    assign: str = "="  # python: between a key and its value; ":" = keys of objects have no quotes either
+    literals: tuple[str, ...] = ()  # tagged, python: JSON types whose values are written as Python writes them
+    is_sorted: bool = False  # keys come in their alphabetical order
+    has_cdata: bool = False  # tagged: texts with `<`, `&` or line breaks stand between CDATA_BEGIN and CDATA_END
     is_single: bool = False  # an answer ends with its first call
-    # what a grammar writes: before `begin`; before the first call, before a text; special tokens among all of this
+    # what a grammar writes: before `begin`; before the first call, if it is more than white space; before a text;
+    # special tokens among all of this
     address: str = ""
     lead: str = ""
     text_lead: str = ""
     special_ids: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def comma(self) -> str:
+        """What separates the arguments of a call of the kind python."""
+        return ", " if self.assign == "=" else ","
+
+    @property
+    def own_quote(self) -> str:
+        """The quote, if it is a mark within which nothing is escaped; "" = it is a quotation mark."""
+        return self.quote if len(self.quote) > 1 else ""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -69,7 +84,6 @@ class CallForm:
             self.key_begin,
             self.key_end,
             self.value_end,
-            self.quote,
         )
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvloom.server.chat.form import ID, CallForm
 from kvloom.server.chat.grammars import inner_schema
@@ -55,3 +55,41 @@ def literal(form: CallForm, text: str) -> str:
     known = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
     pieces = [piece for piece in re.split(f"({known})", text) if piece]
     return " ".join(f"<[{ids[one]}]>" if one in ids else json.dumps(one, ensure_ascii=False) for one in pieces) or '""'
+
+
+class Ended(NamedTuple):
+    """A text without quotes or escapes: a terminal, the mark that ends it, and a regular expression for what a reader
+    takes for the end of a text and what follows.
+    """
+
+    texts: str
+    mark: str
+    ends: str
+
+
+def ended_text(form: CallForm, name: str, ended: Ended, follow: str) -> list[str]:
+    """Rule `name`: a text, the mark that ends it, and what follows."""
+    texts, mark, ends = ended
+    specials = [text for text, _ in form.special_ids]
+    if any(text in mark for text in specials):  # which no text spells
+        texts = f"({texts}) & ~/(.|\\n)*({ends})(.|\\n)*/"
+        return [f"{name.upper()}: {texts}", f"{name}: {name.upper()} {literal(form, mark + follow)}"]
+    if any(text in follow for text in specials):  # no terminal has both: the text ends at its mark
+        texts = f"({texts}) & ~/(.|\\n)*{escaped(mark.strip())}(.|\\n)*/"
+        inner = f"{name}_text[suffix={literal(form, mark)}]: {name.upper()}"
+        return [f"{name.upper()}: {texts}", inner, f"{name}: {name}_text {literal(form, follow)}"]
+    whole = mark + follow
+    space = literal(form, whole[len(whole.rstrip()) :])
+    texts = f"(({texts}) {literal(form, whole.rstrip())}) & ~/(.|\\n)*({ends})(.|\\n)+/"
+    return [f"{name.upper()}: {texts}", f"{name}_text[lazy]: {name.upper()}", f"{name}: {name}_text {space}"]
+
+
+def escaped(text: str) -> str:
+    """A text within a regular expression."""
+    plain = "".join(f"\\{char}" if char in r"\^$.|?*+()[]{}/&~#-" else char for char in text)
+    return plain.replace("\n", r"\n")
+
+
+def loosely(mark: str) -> str:
+    """A regular expression for a mark with any white space within it, as readers take it."""
+    return r"\s*".join(escaped(char) for char in mark if not char.isspace())

@@ -8,10 +8,12 @@ from typing import Any, cast
 
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.tokenizer import Tokenizer
-from kvloom.server.chat.derive import Around, around_text, calls_of, reasoning_of
+from kvloom.engine.text.stop import overlap
+from kvloom.server.chat.derive import Around, around_text, calls_of, lead_of_calls, reasoning_of
 from kvloom.server.chat.form import (
     CHANNELS,
     HERMES,
+    ID,
     KNOWN,
     LLAMA3,
     QWEN3_CODER,
@@ -61,17 +63,22 @@ def _form_of(known: Hashable, has_tools: bool, tool_parser: str, reasoning_parse
         around = around_text(render, shown, calls)
     else:
         by_mark = next((KNOWN[name] for mark, name in SHOWN_BY.items() if re.search(mark, template)), None)
-        own = by_mark or calls_of(render, thinking.end if thinking else "")
-        calls, found = (by_mark, "a mark in the template") if by_mark else _calls_of(template, own)
+        own = calls_of(render, thinking.end if thinking else "")
+        own = by_mark if by_mark and (own is None or own.name not in KNOWN) else own
+        calls, found = _calls_of(template, own, own is by_mark)
         around = around_text(render, shown, own)
     if calls_name:
         found = "the configuration"
-    marks = [*(calls.marks if has_tools else ()), *((thinking.begin, thinking.end) if thinking else ())]
+    lead = lead_of_calls(render, calls, thinking.end if thinking else "") if has_tools and channels is None else ""
+    marks = [
+        *((*calls.marks, calls.quote, lead) if has_tools else ()),
+        *((thinking.begin, thinking.end) if thinking else ()),
+    ]
     marks += [channels.start, channels.body, *channels.ends] if channels else around.all
     specials = sorted(text for text in tokenizer.special_texts if text and any(text in mark for mark in marks))
     ids = ((text, tokenizer.encode_inside(text, is_plain=False)) for text in specials)
     return ChatForm(
-        calls=replace(calls, special_ids=tuple((text, one[0]) for text, one in ids if len(one) == 1)),
+        calls=replace(calls, lead=lead, special_ids=tuple((text, one[0]) for text, one in ids if len(one) == 1)),
         thinking=thinking,
         channels=channels,
         hidden=around.all,
@@ -88,7 +95,9 @@ def led(style: ChatForm, prompt: str, is_thinking: bool) -> CallForm:
     channels = style.channels
     if channels is None:
         head = style.before_text if is_thinking or not prompt.rstrip().endswith(style.before_text) else ""
-        return replace(style.calls, text_lead=head)
+        lead = style.calls.lead
+        num_begun = 0 if is_thinking or lead.isspace() else overlap(prompt.rstrip(), f"{lead}{ID}")
+        return replace(style.calls, lead=lead[num_begun:], text_lead=head)
     start = channels.start if is_thinking else ""
     return replace(style.calls, lead=start, text_lead=f"{start}{channels.plain}{channels.body}")
 
@@ -104,9 +113,9 @@ def _channels_of(template: str, calls_name: str, reasoning_name: str) -> Channel
     return next((row for row in CHANNELS if re.search(row.mark, template)), None)
 
 
-def _calls_of(template: str, shown: CallForm | None) -> tuple[CallForm, str]:
+def _calls_of(template: str, shown: CallForm | None, is_by_mark: bool) -> tuple[CallForm, str]:
     if shown is not None:
-        return shown, "the template"
+        return shown, "a mark in the template" if is_by_mark else "the template"
     if QWEN3_CODER.head.strip() in template:
         return QWEN3_CODER, "a mark in the template"
     if HERMES.begin not in template and ("<|python_tag|>" in template or _LLAMA3 in template):

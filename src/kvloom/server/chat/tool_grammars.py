@@ -3,12 +3,14 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
+from kvloom.server.chat.argument_grammars import argument_rules
 from kvloom.server.chat.element_grammars import element_rules
-from kvloom.server.chat.form import NAME, TYPE, CallForm
+from kvloom.server.chat.form import NAME, CallForm
 from kvloom.server.chat.grammars import checked_grammar
-from kvloom.server.chat.lark_parts import json_part, literal, literals, open_text
+from kvloom.server.chat.lark_parts import json_part, literal, literals
 from kvloom.server.chat.tools import Tool, ToolChoice
 
 
@@ -31,6 +33,7 @@ def tool_grammar(form: CallForm, tools: Sequence[Tool], choice: ToolChoice, is_p
     if choice.mode == "named":
         tools, is_parallel = [tool for tool in tools if tool.name == choice.name], False
     is_parallel = is_parallel and not form.is_single
+    form = _closed(form)
     lines = []
     for index, tool in enumerate(tools):
         schema = tool.schema if tool.is_strict or choice.mode != "auto" else {"type": "object"}
@@ -46,15 +49,26 @@ def tool_grammar(form: CallForm, tools: Sequence[Tool], choice: ToolChoice, is_p
     # a token may hold the end of a mark and a line break, with which the answer may end too
     last = f" {between}?" if form.between.isspace() else ""
     lines.append(f"calls: {begin} call{more} {end}" if form.is_section else f"calls: call{more}{last}")
-    lead, text_lead = literal(form, form.lead), literal(form, form.text_lead.removeprefix(form.lead))
+    num_shared = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(form.lead, form.text_lead, strict=False))
+    )
+    shared, lead, text_lead = form.lead[:num_shared], form.lead[num_shared:], form.text_lead[num_shared:]
+    calls = f"{literal(form, lead)}{'?' if form.lead.isspace() else ''} calls"
     if choice.mode != "auto":
-        return _checked({"lark_grammar": "\n".join([*lines, f"start: {lead} calls"])})
+        return _checked({"lark_grammar": "\n".join([*lines, f"start: {literal(form, shared)} {calls}"])})
     if not answer:
-        lines += [r"TEXT: /(.|\n)*/", f"start: {lead} (calls | {text_lead} TEXT)"]
+        lines += [r"TEXT: /(.|\n)*/", f"start: {literal(form, shared)} ({calls} | {literal(form, text_lead)} TEXT)"]
         return _checked({"lark_grammar": "\n".join(lines)})
     other = _grammars_of(answer)
-    lines.append(f"start: {lead} (calls | {text_lead} @answer)")
+    lines.append(f"start: {literal(form, shared)} ({calls} | {literal(form, text_lead)} @answer)")
     return _checked({"lark_grammar": "\n".join(lines)}, {**other[0], "name": "answer"}, *other[1:])
+
+
+def _closed(form: CallForm) -> CallForm:
+    """The form with marks where arguments end: what ends the call, if nothing else does."""
+    if form.kind == "tagged" and not form.tail.strip() and not form.is_section:
+        return replace(form, tail=form.tail + form.end, end="")
+    return form
 
 
 def _with_lead(form: CallForm, answer: str) -> str:
@@ -97,102 +111,12 @@ def _call_rules(form: CallForm, index: int, tool: Tool, schema: dict[str, Any]) 
         lines = _call_rules(replace(form, address=""), index, tool, schema)
         last = lines[-1].removeprefix(f"{rule}: ")
         return [*lines[:-1], f"{rule}: {address} {literal(form, form.begin)} {last} {literal(form, form.end)}"]
-    if form.kind == "tagged":
-        return _tagged_rules(form, rule, tool, schema)
+    if form.kind in ("tagged", "python"):
+        return argument_rules(form, rule, tool, schema)
     if form.kind == "elements":
         return element_rules(form, rule, tool, schema)
-    if form.kind == "python":
-        return _python_rules(form, rule, tool, schema)
     head, tail = literals(form, form.head, tool.name, form.mid), literals(form, form.tail)
     return [f"{rule}: {head} {json_part(schema, tool)} {tail}"]
-
-
-def _tagged_rules(form: CallForm, rule: str, tool: Tool, schema: dict[str, Any]) -> list[str]:
-    """Arguments one after the other in the schema's order; optional ones may be omitted."""
-    lines = []
-    parts = []
-    required = schema.get("required") or ()
-    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    for index, (key, value) in enumerate((schema.get("properties") or {}).items()):
-        name = f"{rule}_{index}"
-        begin, end = f"{form.key_begin}{key}{form.key_end}", form.value_end
-        if not isinstance(value, dict) or value.get("type") != "string":
-            type = str(value.get("type", "object")) if isinstance(value, dict) else "object"
-            other = form.other_end.replace(TYPE, "number" if type == "integer" else type)
-            begin = f"{form.key_begin}{key}{other or form.key_end}"
-            lines.append(f"{name}: {literal(form, begin)} {json_part(_with(value, shared), tool)} {literal(form, end)}")
-        elif "enum" in value or "const" in value:
-            options = " | ".join(literal(form, str(text)) for text in value.get("enum", [value.get("const")]))
-            lines.append(f"{name}: {literal(form, begin)} ({options}) {literal(form, end)}")
-        else:
-            lines += open_text(form, name, begin, end, value)
-        parts.append(name if key in required else f"{name}?")
-    if _is_free(schema):
-        lines.append(_free_argument(form, f"{rule}_any", tool))
-        parts.append(f"{rule}_any*")
-    head, tail = literals(form, form.head, tool.name, form.mid), literals(form, form.tail)
-    return [*lines, f"{rule}: {head} {' '.join(parts)} {tail}"]
-
-
-def _is_free(schema: dict[str, Any]) -> bool:
-    """Whether arguments may have any names."""
-    return not schema.get("properties") and schema.get("additionalProperties") is not False
-
-
-def _free_argument(form: CallForm, name: str, tool: Tool) -> str:
-    """Rule `name`: a key of any name, and its value."""
-    begin, end = f"{literal(form, form.key_begin)} {_KEY} {literal(form, form.key_end)}", literal(form, form.value_end)
-    rules = f"{name}: {begin} {name}_text"
-    if form.other_end:
-        before, is_typed, after = form.other_end.partition(TYPE)
-        said = literal(form, before) + (
-            f" /number|boolean|null|object|array/ {literal(form, after)}" if is_typed else ""
-        )
-        rules += f" | {literal(form, form.key_begin)} {_KEY} {said} {json_part({}, tool)} {end}"
-    return "\n".join([rules, *open_text(form, f"{name}_text", "", form.value_end, {})])
-
-
-_WORD = "/[A-Za-z_][A-Za-z0-9_]*/"
-_KEY = r"/[^<>=\"\n]+/"
-
-
-def _python_rules(form: CallForm, rule: str, tool: Tool, schema: dict[str, Any]) -> list[str]:
-    """Keyword arguments in the schema's order: texts in the form's quotes, all else as JSON."""
-    lines, required = [], schema.get("required") or ()
-    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    rest = ""
-    for index, (key, value) in reversed(list(enumerate((schema.get("properties") or {}).items()))):
-        name = f"{rule}_{index}"
-        begin = key + form.assign
-        is_text = isinstance(value, dict) and value.get("type") == "string" and "enum" not in value
-        if is_text and form.quote:
-            lines += open_text(form, name, begin + form.quote, form.quote, value)
-        else:
-            lines.append(f"{name}: {literal(form, begin)} {json_part(_with(value, shared), tool)}")
-        more = f" ({literal(form, ', ' if form.assign == '=' else ',')} {rest})" if rest else ""
-        more = f"{more}?" if more and not any(other in required for other in _after(schema, key)) else more
-        lines.append(f"{name}_on: {name}{more}" + (f" | {rest}" if rest and key not in required else ""))
-        rest = f"{name}_on"
-    if _is_free(schema):
-        value = json_part({}, tool)
-        if form.quote:
-            value = f"({value} | {rule}_text)"
-            lines += open_text(form, f"{rule}_text", form.quote, form.quote, {})
-        lines.append(f"{rule}_any: {_WORD} {literal(form, form.assign)} {value}")
-        comma = literal(form, ", " if form.assign == "=" else ",")
-        lines.append(f"{rule}_all: {rule}_any ({comma} {rule}_any)*")
-        rest = f"{rule}_all"
-    inner = rest if any(key in required for key in schema.get("properties") or {}) else f"{rest}?" if rest else ""
-    return [*lines, f"{rule}: {literals(form, form.head, tool.name, form.mid)} {inner} {literals(form, form.tail)}"]
-
-
-def _after(schema: dict[str, Any], key: str) -> list[str]:
-    keys = list(schema.get("properties") or {})
-    return keys[keys.index(key) + 1 :]
-
-
-def _with(schema: Any, shared: dict[str, Any]) -> Any:
-    return {**shared, **schema} if isinstance(schema, dict) else schema
 
 
 def _grammars_of(grammar: str) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 from kvloom.server.chat.content import joined
 from kvloom.server.chat.elements import arguments_text
 from kvloom.server.chat.form import HERMES, ID, TYPE, CallForm
+from kvloom.server.chat.spelling import sorting, spelt
 from kvloom.server.chat.values import json_type
 
 OPEN, CLOSE = HERMES.begin, HERMES.end.strip()
@@ -81,27 +82,18 @@ def _arguments_text(form: CallForm, arguments: Any) -> str:
     known = arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
     if form.kind == "elements":
         return arguments_text(form, known)
-    texts = [
-        (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), value)
-        for key, value in known.items()
-    ]
+    members = sorted(known.items(), key=sorting(form))
     if form.kind == "tagged":
         return "".join(
-            f"{form.key_begin}{key}{_key_end(form, value)}{text}{form.value_end}" for key, text, value in texts
+            f"{form.key_begin}{key}{_key_end(form, value)}{spelt(form, value)}{form.value_end}"
+            for key, value in members
         )
-    comma = ", " if form.assign == "=" else ","
-    return comma.join(f"{key}{form.assign}{_quoted(form, value)}" for key, _, value in texts)
+    return form.comma.join(f"{key}{form.assign}{spelt(form, value)}" for key, value in members)
 
 
 def _key_end(form: CallForm, value: Any) -> str:
     other = form.other_end.replace(TYPE, json_type(value))
     return form.key_end if isinstance(value, str) or not other else other
-
-
-def _quoted(form: CallForm, value: Any) -> str:
-    if form.quote and isinstance(value, str):
-        return f"{form.quote}{value}{form.quote}"
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _describe(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:

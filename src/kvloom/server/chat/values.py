@@ -57,8 +57,39 @@ def _literal(value: str, is_bare: bool) -> str | None:
     return text
 
 
+class Brackets:
+    """Those of a value that grows, of JSON or Python's: what stands in strings is none."""
+
+    def __init__(self) -> None:
+        self._num_read = self._depth = 0
+        self._quote = ""  # of the string that is open
+        self._is_escaped = False
+
+    def are_open(self, value: str) -> bool:
+        """Whether one of them is not closed at the value's end. The value begins with all that was given before."""
+        for char in value[self._num_read :]:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._quote:
+                self._is_escaped = char == "\\"
+                self._quote = "" if char == self._quote else self._quote
+            elif char in "\"'":
+                self._quote = char
+            else:
+                self._depth += (char in "([{") - (char in ")]}")
+        self._num_read = len(value)
+        return self._depth > 0 or bool(self._quote)
+
+
 def json_of_quoted(quote: str, text: str) -> str:
     """A string between Python's quotes as JSON text; what is no escape stays as it is."""
+    if quote == '"':
+        try:
+            msgspec.json.decode(f'"{text}"')
+        except ValueError:
+            pass  # no string of JSON, but maybe of Python
+        else:
+            return f'"{text}"'
     inner = re.sub(
         r"\\.|\n|" + quote,
         lambda found: {"\n": r"\n", quote: "\\" + quote}.get(found[0], found[0]),
