@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from kvloom.engine.text.stop import overlap
 from kvloom.server.chat.answer_events import AnswerEvents
-from kvloom.server.chat.events import ChatEvent
+from kvloom.server.chat.events import ChatEvent, num_of_half_mark
 from kvloom.server.chat.form import NO_CALLS, Channels
 from kvloom.server.chat.json_calls import JsonValue
 from kvloom.server.chat.tool_calls import make_parser
@@ -44,6 +44,9 @@ class ChannelReader:
         return self._events.drain()
 
     def finish(self, is_cut: bool = False) -> list[ChatEvent]:
+        if is_cut and self._kind in ("reasoning", "text"):
+            num_half = num_of_half_mark(self._held, (*self._form.ends, self._form.start))
+            self._held = self._held[: len(self._held) - num_half]
         if self._kind == "call" and (self._value is not None or is_cut):
             if self._value is None:
                 self._events.start(self._name())

@@ -1,6 +1,9 @@
 """The events of a chat answer in any protocol: text, reasoning and tool calls, piece by piece."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from kvloom.engine.text.stop import overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +37,11 @@ class ToolCallArguments:
 
 
 ChatEvent = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
+
+
+def num_of_half_mark(text: str, marks: Iterable[str]) -> int:
+    """Characters at the end of a text that was cut which begin a mark, and so are no text. A single one is a text: more
+    answers have it than marks.
+    """
+    num = max((overlap(text, mark) for mark in marks if mark), default=0)
+    return num if num > 1 else 0

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from kvloom.engine.text.stop import overlap
-from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta
+from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, num_of_half_mark
 from kvloom.server.chat.form import THINK, Thinking
 
 
@@ -48,6 +48,9 @@ class ReasoningSplitter:
 
     def finish(self, is_cut: bool = False) -> list[ChatEvent]:
         held, self._held = self._held, ""
+        if is_cut:
+            marks = self._ends if self.is_open else (self._begin, self._end)
+            held = held[: len(held) - num_of_half_mark(held, marks)]
         at = -1 if is_cut or not self.is_open else self._begin_of_call(held, is_whole=True)
         if at >= 0:
             before = held[:at].rstrip()

@@ -12,7 +12,7 @@ from kvloom.engine.text.stop import overlap
 from kvloom.server.chat.answer_events import AnswerEvents
 from kvloom.server.chat.call_readers import MarkedReader
 from kvloom.server.chat.element_reader import ElementReader
-from kvloom.server.chat.events import ChatEvent, ToolCallStart
+from kvloom.server.chat.events import ChatEvent, ToolCallStart, num_of_half_mark
 from kvloom.server.chat.form import ID, KNOWN, MARK, CallForm
 from kvloom.server.chat.json_calls import CallScanner
 
@@ -153,7 +153,8 @@ class MarkedCalls:
         if held.strip() in self._hidden:
             held = self._held = ""
         if not (is_cut and self._is_behind and any(mark.startswith(held) for mark in self._closes)):
-            self._events.text(self._held)
+            num_half = num_of_half_mark(self._held, (*self._opens, *self._hidden)) if is_cut else 0
+            self._events.text(self._held[: len(self._held) - num_half])
         self._events.end()
         return self._events.drain()
 
