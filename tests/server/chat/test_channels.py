@@ -130,6 +130,8 @@ def test_messages_are_reasoning_text_or_calls(
         ("to=functions.f<|channel|>commentary json<|message|>", ("", "", [("f", "{}")])),
         ('to=functions.f<|channel|>commentary json<|message|>{"a": "x', ("", "", [("f", '{"a": "x"}')])),
         ("<|channel|>analysis<|message|>Hm", ("Hm", "", [])),
+        ("<|channel|>analysis<|message|>Hm<|en", ("Hm", "", [])),
+        ("<|channel|>final<|message|>a <|sta", ("", "a ", [])),
     ],
 )
 def test_an_answer_that_is_cut_leaks_no_header(text: str, found: tuple[str, str, list[Any]]):

@@ -130,3 +130,19 @@ def test_calls_over_the_number_allowed_are_left_out():
 
 def test_without_a_form_all_is_text():
     assert ChatOutput().add(delta("<think>a", is_last=True)) == [TextDelta("<think>a")]
+
+
+@pytest.mark.parametrize(
+    ("is_open", "text", "found"),
+    [
+        (True, "Hm.</thi", [ReasoningDelta("Hm.")]),
+        (True, "a <", [ReasoningDelta("a"), ReasoningDelta(" <")]),
+        (False, "<thi", []),
+        (False, "<", [TextDelta("<")]),
+    ],
+)
+def test_half_a_mark_at_the_end_of_a_cut_answer_is_neither_reasoning_nor_text(
+    is_open: bool, text: str, found: list[ChatEvent]
+):
+    splitter = ReasoningSplitter(is_open)
+    assert splitter.add(text) + splitter.finish(is_cut=True) == found
