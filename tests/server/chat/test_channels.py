@@ -150,6 +150,13 @@ _PIECES = (
 )  # fmt: skip
 
 
+def test_spaces_behind_special_tokens_of_llm_jp_are_no_text():
+    call = '<|start|> assistant to=functions.f<|channel|> commentary <|constrain|>  json<|message|> {"a": 1}'
+    text = f"<|channel|> analysis<|message|> Hm.<|end|>{call}<|end|>{call}<|call|>"
+    for size in (1, 3, 1000):
+        assert read("llm_jp", text, size) == ("Hm.", "", [("f", '{"a": 1}')] * 2)
+
+
 @pytest.mark.parametrize("name", ["harmony", "llm_jp"])
 @pytest.mark.parametrize("text", ["<|<|message|>Hi", "to<|message|>Hi"])
 def test_a_part_of_a_header_is_none(name: str, text: str):

@@ -219,14 +219,15 @@ _KNOWN = (
     CallForm("functionary", "json", "<function=", "</function>", mid=">", between=""),
 )  # fmt: skip
 CHANNELS = (
-    Channels(
-        "llm_jp", r"<\|constrain\|> json", "<|start|>assistant", "<|message|>", ("<|end|>", "<|return|>", "<|call|>"),
+    Channels(  # its tokenizer may write a space behind a special token
+        "llm_jp", r"<\|constrain\|> json", "<|start|>assistant", "<|message|>",
+        ("<|end|>", "<|return|>", "<|call|>", "<|start|> assistant"),
         ("to=", "<|channel|>"),
         CallForm(
             "llm_jp", "json", " to=functions.", mid="<|channel|>commentary <|constrain|> json<|message|>",
             between="<|end|><|start|>assistant",
         ),
-        _HARMONY, r"<\|channel\|>analysis",
+        _HARMONY, r"<\|channel\|>\s*analysis",
         r"to=functions\.(?P<name>[\w.-]+)|to=(?P<own>[\w.-]+)", "<|channel|>final",
     ),
     Channels(
@@ -286,7 +287,9 @@ class ChatForm:
     def breaks(self) -> tuple[str, ...]:
         """Marks of calls that end reasoning whose own end is missing: those that no text has."""
         begin, is_open = self.calls.begin, self.thinking is not None and self.thinking.is_header
-        return (begin,) if begin and (is_open or any(one in begin for one in self.specials)) else ()
+        found = (begin,) if begin and is_open else ()
+        marks = (begin, self.calls.head.split(ID)[0].strip())  # models leave out the first of both
+        return tuple(dict.fromkeys((*found, *(mark for mark in marks if any(one in mark for one in self.specials)))))
 
     def __str__(self) -> str:
         """For people: which form of calls was found, and how."""
