@@ -76,29 +76,20 @@ class Child:
         self.kind = kind
         ends = (end.detach() for end in socket.socketpair(socket.AF_UNIX, kind.socket))
         self.sock, theirs = (socket.socket(fileno=_above_standard(end)) for end in ends)
-        read, write = map(_above_standard, os.pipe())
+        argv = [*kind.command, *words(theirs.fileno(), childlog.level())]
+        with theirs:
+            try:
+                self._process, stderr = _begun(kind, argv, (theirs.fileno(), *fds), template)
+            except BaseException:
+                self.sock.close()
+                raise
         try:
-            argv = [*kind.command, *words(theirs.fileno(), childlog.level())]
-            numbers = (theirs.fileno(), *fds)
-            self._process = _process(kind, argv, numbers, write, template)
-        except BaseException:
-            self.sock.close()
-            os.close(read)
-            raise
-        finally:
-            theirs.close()
-            os.close(write)
-        self._log = self._logged(os.fdopen(read, "rb"), who)
-
-    def _logged(self, stderr: IO[bytes], who: str) -> threading.Thread:
-        """Raises OSError when the system has no thread for it; the process has ended then."""
-        try:
-            return childlog.relay(stderr, who)
-        except RuntimeError as error:
-            self.sock.close()
+            self._log = childlog.relay(stderr, who)
+        except RuntimeError as error:  # the system has no thread for it
             stderr.close()
             self.kill()
             self._process.wait()
+            self.sock.close()
             raise OSError(EAGAIN, str(error)) from None
 
     @property
@@ -112,11 +103,10 @@ class Child:
 
     def kill(self) -> None:
         """Kill it, and its group if it leads one, without waiting. May be called from any thread."""
-        if not self.kind.leads_group:
-            self._process.kill()
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if self.kind.leads_group:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()  # it may not lead its group yet
 
     def end(self) -> None:
         """Wait until it ends, which it does when its socket is closed; kill it, and what is left of its group, after
@@ -179,9 +169,9 @@ class Template:
         """Of the process, when there is one."""
         return [] if (child := self._child) is None else [child.pid]
 
-    def fork(self, argv: list[str], fds: Sequence[int], stderr: int, leads_group: bool) -> Forked:
-        """A new child of this process with these descriptors. Raises OSError."""
-        order = msgspec.msgpack.encode(Order(argv, [0, 2, *fds], leads_group))
+    def fork(self, argv: list[str], fds: Sequence[int], stderr: int, group: int) -> Forked:
+        """A new child of this process with these descriptors, in this process group. Raises OSError."""
+        order = msgspec.msgpack.encode(Order(argv, [0, 2, *fds], group))
         given = [lifeline(), stderr, *fds]
         with self._lock:
             try:
@@ -227,13 +217,27 @@ def _above_standard(number: int) -> int:
     return moved
 
 
+def _begun(
+    kind: Kind, argv: list[str], fds: Sequence[int], template: Template | None
+) -> "tuple[subprocess.Popen[bytes] | Forked, IO[bytes]]":
+    """The process, and what it writes to standard error. Raises OSError."""
+    read, write = map(_above_standard, os.pipe())
+    try:
+        return _process(kind, argv, fds, write, template), os.fdopen(read, "rb")
+    except BaseException:
+        os.close(read)
+        raise
+    finally:
+        os.close(write)
+
+
 def _process(
     kind: Kind, argv: list[str], fds: Sequence[int], stderr: int, template: Template | None
 ) -> "subprocess.Popen[bytes] | Forked":
     """Raises OSError."""
     if template is not None:
         try:
-            return template.fork(argv, fds, stderr, kind.leads_group)
+            return template.fork(argv, fds, stderr, 0 if kind.leads_group else os.getpgid(0))
         except OSError as error:
             if not kind.imports:  # it can be forked only
                 raise

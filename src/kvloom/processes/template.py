@@ -40,7 +40,7 @@ class Order(msgspec.Struct, array_like=True):
 
     argv: list[str]
     targets: list[int]
-    leads_group: bool
+    group: int  # process group; 0 = one of its own
 
 
 def fork(sock: socket.socket, message: bytes, fds: Sequence[int]) -> int:
@@ -146,8 +146,7 @@ def _born(sock: socket.socket) -> None:
 
 def become(order: Order, fds: Sequence[int]) -> None:
     """In a child: do what Popen does for one. All descriptors but the standard streams and those of the order close."""
-    if order.leads_group:
-        os.setpgid(0, 0)
+    os.setpgid(0, order.group)
     take_over(fds, order.targets)
     show(order.argv)
 

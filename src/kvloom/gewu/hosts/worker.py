@@ -35,13 +35,16 @@ class WorkerHost:
     """Implements Host."""
 
     def __init__(
-        self, child: Child, channel: LoopChannel, info: Ready, on: Listeners, left: Callable[[], None]
+        self, child: Child, channel: LoopChannel, info: Ready, on: Listeners, left: Callable[[bool], None]
     ) -> None:
-        """Ends the process when it answers nothing for its kind's `silence_s`. `left` is called when it is closed."""
+        """Ends the process when it answers nothing for its kind's `silence_s`. `left` is called once when it
+        has died or is closed, and told which.
+        """
         self.info = info
         self.pid: int | None = child.pid
         self.held_tokens: dict[str, int] = {}
         self._child, self._channel, self._left = child, channel, left
+        self._has_left = False
         self._keeper = Keeper(child.kind.silence_s)
         self._task = asyncio.get_running_loop().create_task(self._read(on))
 
@@ -59,7 +62,12 @@ class WorkerHost:
         """End it; afterwards its memory is free."""
         self._task.cancel()
         await _end(self._child, self._channel)
-        self._left()
+        self._leave(True)
+
+    def _leave(self, is_closed: bool) -> None:
+        if not self._has_left:
+            self._has_left = True
+            self._left(is_closed)
 
     async def _read(self, on: Listeners) -> None:
         why = ""
@@ -75,6 +83,7 @@ class WorkerHost:
                     why = report.error
         except EOFError:
             await _end(self._child, self._channel)
+            self._leave(False)
             if self._keeper.is_hung:
                 why = self._child.kind.silent
             on.death(why or self._child.reason())
@@ -92,7 +101,7 @@ class WorkerOpener:
     def __init__(self, silence_s: float) -> None:
         self._kind = replace(kinds.WORKER, silence_s=silence_s)
         self._template = Template.of(self._kind)
-        self._num_workers = 0  # that were not closed
+        self._num_workers = 0  # that live, or are being opened
         self._ending: set[asyncio.Task[None]] = set()
 
     @property
@@ -107,10 +116,10 @@ class WorkerOpener:
             with files.lay_out() as path:
                 return await self._open(msgspec.structs.replace(setup, model=path), files, on)
         except OSError as error:
-            self._left()
+            self._left(True)
             raise ModelError(f"no process for the model can be started: {error}") from None
         except BaseException:
-            self._left()
+            self._left(True)
             raise
 
     async def _open(self, setup: Open, files: ModelFiles, on: Listeners) -> Host:
@@ -155,9 +164,9 @@ class WorkerOpener:
                 return report
             limit_s = self._kind.silence_s
 
-    def _left(self) -> None:
+    def _left(self, is_closed: bool) -> None:
         self._num_workers -= 1
-        if not self._num_workers:
+        if is_closed and not self._num_workers:
             task = asyncio.get_running_loop().create_task(asyncio.to_thread(self._template.close))
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
