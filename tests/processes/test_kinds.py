@@ -201,6 +201,14 @@ def test_a_parent_without_descriptors_has_no_child_and_loses_none(made: Made):
     until(lambda: held() == before)
 
 
+def test_a_program_that_is_not_there_costs_nothing(kind: Kind):
+    lifeline()
+    before = held()
+    with pytest.raises(FileNotFoundError):
+        Child(replace(kind, command=("/nowhere/at/all",)), "fake")
+    assert held() == before
+
+
 def test_a_parent_without_threads_has_no_child(made: Made, monkeypatch: pytest.MonkeyPatch):
     made.child().close()
     before = held()

@@ -8,14 +8,13 @@ from functools import partial
 import msgspec
 
 from kvloom.contract.errors import ModelError
+from kvloom.contract.messages import Failed, Loading
 from kvloom.gewu.modelfiles import ModelFiles
 from kvloom.gewu.protocol.messages import (
     Events,
-    Failed,
     Held,
     Host,
     Listeners,
-    Loading,
     Open,
     Order,
     Ping,

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvloom.contract.messages import Failed, Loading
 from kvloom.gewu.modelfiles import ModelFiles
 
 
@@ -58,13 +59,6 @@ class Ping(msgspec.Struct, array_like=True, tag="ping"):
     """The worker answers it between two steps."""
 
 
-class Loading(msgspec.Struct, array_like=True, tag="loading"):
-    """Sent while the model is loaded, to show that the worker is alive."""
-
-    done_bytes: int
-    total_bytes: int
-
-
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """The model is loaded."""
 
@@ -73,12 +67,6 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     kv_bytes: int
     max_seq_len: int
     kv_tokens: int  # tokens that the KV cache holds
-
-
-class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """The model cannot be loaded, or failed in a step; the worker ends after this message."""
-
-    error: str
 
 
 class Event(msgspec.Struct, array_like=True):

@@ -16,7 +16,7 @@ from functools import cache
 from kvloom.checkpoints.footprint import STORED
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError, ServingError
-from kvloom.contract.messages import Progress
+from kvloom.contract.messages import Failed, Loading, Progress
 from kvloom.contract.request import Delta, FinishReason, Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.contract.tokenizer import Tokenizer
@@ -28,11 +28,9 @@ from kvloom.gewu.protocol.messages import (
     Abort,
     Event,
     Events,
-    Failed,
     Floor,
     Held,
     Job,
-    Loading,
     Open,
     Order,
     Ping,
