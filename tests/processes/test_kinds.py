@@ -232,6 +232,7 @@ told = []
 for name, is_forked in (("RANK", False), ("PROBER", True)):
     kind = replace(ROWS[name], command=(sys.executable, "-m", FAKE), imports=FAKE)
     child = Made(kind, Template.of(kind) if is_forked else None).child()
+    assert child.sock.fileno() > 2
     done(child, b"say")
     done(child, b"write")
     child.close()
