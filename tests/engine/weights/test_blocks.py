@@ -6,7 +6,7 @@ import pytest
 
 from kvloom.checkpoints.quantized.blocks import KINDS, form_of
 from kvloom.checkpoints.quantized.forms import FORM_BITS, number_bits
-from kvloom.checkpoints.quantized.numbers import FACTOR_RUN, LEVELS, Numbers
+from kvloom.checkpoints.quantized.numbers import LEVELS, Numbers
 from kvloom.checkpoints.source import RawTensor
 from kvloom.contract.errors import ModelError
 from tests.engine.kernels.models import random_blocks
@@ -16,8 +16,9 @@ def values_of(form: str, numbers: Numbers) -> np.ndarray:
     """The values that `numbers` stand for, computed by the definition in numbers.py."""
     scales, minimums = numbers.scales, numbers.minimums
     if numbers.factors is not None:
-        of = np.arange(scales.shape[1]) * numbers.run // FACTOR_RUN
-        scales, minimums = scales * numbers.factors[0][:, of], minimums * numbers.factors[1][:, of]
+        of = np.arange(scales.shape[1]) * numbers.run // 256
+        scales = scales * numbers.factors.scales[:, of]
+        minimums = None if minimums is None else minimums * numbers.factors.minimums[:, of]
     spread = [np.repeat(part, numbers.run, axis=1) for part in (scales, minimums) if part is not None]
     width = numbers.values.shape[1]
     levels = LEVELS[form][numbers.values]

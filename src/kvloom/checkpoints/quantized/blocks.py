@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvloom.checkpoints.gguf_types import GGUF_TYPES
-from kvloom.checkpoints.quantized.numbers import Bytes, Floats, Numbers
+from kvloom.checkpoints.quantized.numbers import Bytes, Factors, Floats, Numbers
 from kvloom.checkpoints.quantized.small_blocks import SMALL_KINDS, Decoded
 
 _SMALL = 32  # weights that share a scale, in all kinds here except Q6_K
@@ -32,7 +32,7 @@ def read_blocks(kind: str, rows: Bytes) -> Numbers:
     values, scales, minimums, factors = Decoded(*read(np.ascontiguousarray(rows).reshape(-1, block_bytes)))
     count = len(rows)
     least = None if minimums is None else minimums.reshape(count, -1)
-    both = None if factors is None else (factors[0].reshape(count, -1), factors[1].reshape(count, -1))
+    both = factors and factors.each(lambda of: of.reshape(count, -1))
     return Numbers(values.reshape(count, -1), scales.reshape(count, -1), least, run, both)
 
 
@@ -77,28 +77,31 @@ def _q8_0(b: Bytes) -> _Blocks:
     return b[:, 2:] ^ np.uint8(0x80), _halves(b[:, :2]), None
 
 
-def _scales_and_minimums(b: Bytes) -> tuple[Floats, Floats]:
-    """Scales and minimums of Q4_K and Q5_K: two float16 factors, then eight pairs of 6 bits in 12 bytes."""
+def _six_bits(b: Bytes) -> tuple[Floats, Floats, Factors]:
+    """Scales, minimums and their factors of Q4_K and Q5_K: two float16 factors, then eight pairs of 6 bits in 12
+    bytes.
+    """
     first, second, mixed = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = np.concatenate([first & 63, (mixed & 15) | (first >> 6 << 4)], axis=1)
     minimums = np.concatenate([second & 63, (mixed >> 4) | (second >> 6 << 4)], axis=1)
-    return _halves(b[:, :2]) * scales, -_halves(b[:, 2:4]) * minimums
+    return scales.astype(np.float32), minimums.astype(np.float32), Factors(_halves(b[:, :2]), -_halves(b[:, 2:4]))
 
 
-def _q4_k(b: Bytes) -> _Blocks:
-    return _nibbles(b[:, 16:], 32), *_scales_and_minimums(b)
+def _q4_k(b: Bytes) -> Decoded:
+    return Decoded(_nibbles(b[:, 16:], 32), *_six_bits(b))
 
 
-def _q5_k(b: Bytes) -> _Blocks:
+def _q5_k(b: Bytes) -> Decoded:
     fifth = (_shifted(b[:, 16:48], *range(8)) & np.uint8(1)).reshape(len(b), -1) << np.uint8(4)
-    return _nibbles(b[:, 48:], 32) | fifth, *_scales_and_minimums(b)
+    return Decoded(_nibbles(b[:, 48:], 32) | fifth, *_six_bits(b))
 
 
-def _q6_k(b: Bytes) -> _Blocks:
+def _q6_k(b: Bytes) -> Decoded:
     low = _nibbles(b[:, :128], 64)
     high = _shifted(b[:, 128:192].reshape(-1, 32), 0, 2, 4, 6) & np.uint8(3)
-    scales = np.ascontiguousarray(b[:, 192:208]).view(np.int8)
-    return low | high.reshape(len(b), -1) << np.uint8(4), _halves(b[:, 208:]) * scales, None
+    scales = np.ascontiguousarray(b[:, 192:208]).view(np.int8).astype(np.float32)
+    numbers = low | high.reshape(len(b), -1) << np.uint8(4)
+    return Decoded(numbers, scales, None, Factors(_halves(b[:, 208:])))
 
 
 def _iq4_nl(b: Bytes) -> _Blocks:
@@ -118,11 +121,11 @@ def _mxfp4(b: Bytes) -> _Blocks:
 _KINDS = {
     "q4_0": _Kind("int4", _SMALL, _q4_0),
     "q4_1": _Kind("int4", _SMALL, _q4_1),
-    "q4_k": _Kind("int4", _SMALL, _q4_k),
+    "q4_k": _Kind("int4_k", _SMALL, _q4_k),
     "q5_0": _Kind("int5", _SMALL, _q5_0),
     "q5_1": _Kind("int5", _SMALL, _q5_1),
-    "q5_k": _Kind("int5", _SMALL, _q5_k),
-    "q6_k": _Kind("int6", 16, _q6_k),
+    "q5_k": _Kind("int5_k", _SMALL, _q5_k),
+    "q6_k": _Kind("int6_k", 16, _q6_k),
     "q8_0": _Kind("int8", _SMALL, _q8_0),
     "iq4_nl": _Kind("iq4", _SMALL, _iq4_nl),
     "iq4_xs": _Kind("iq4", _SMALL, _iq4_xs),

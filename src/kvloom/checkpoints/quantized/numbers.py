@@ -3,9 +3,9 @@
 weight = level of its number * scale + minimum, scale and minimum shared by a run of neighbours in a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from kvloom.contract.errors import ModelError
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-FACTOR_RUN = 64  # weights of a row that share a pair of factors, where there are any
 _HIGHEST = 65504.0  # scales and minimums are kept as float16
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -24,11 +23,16 @@ _IQ3_XXS = (4, 12, 20, 28, 36, 44, 52, 62)
 LEVELS = {  # of each number of a form, float32
     form: np.array(levels, np.float32)
     for form, levels in {
-        "int2": range(4),
-        "int3": range(-4, 4),
+        "int1": (-1, 1),
+        "int2": range(-1, 3),
+        "int2_256": range(-1, 3),
+        "int2_k": range(4),
+        "int3_k": range(-4, 4),
         "int4": range(16),
         "int5": range(32),
-        "int6": range(-32, 32),
+        "int4_k": range(16),
+        "int5_k": range(32),
+        "int6_k": range(-32, 32),
         "int8": range(-128, 128),
         "int8_min": range(-128, 128),
         BY_CHANNEL: range(-128, 128),
@@ -43,17 +47,27 @@ LEVELS = {  # of each number of a form, float32
 }
 
 
+class Factors(NamedTuple):
+    """By what scales and minimums (None = there are none) are multiplied."""
+
+    scales: Floats
+    minimums: Floats | None = None
+
+    def each(self, change: Callable[[Floats], Floats]) -> "Factors":
+        return Factors(change(self.scales), None if self.minimums is None else change(self.minimums))
+
+
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Some rows: `values` [rows, in], `scales` and `minimums` (None = zero) [rows, in / run, rounded up]. `factors`, of
-    int2 only, [rows, in / FACTOR_RUN] of scales and of minimums, which then are 0, 1, ... 15.
+    """Some rows: `values` [rows, in], `scales` and `minimums` (None = zero) [rows, in / run, rounded up]. `factors`
+    [rows, in / 256] in the forms whose scales and minimums are small integers (forms.py).
     """
 
     values: Bytes
     scales: Floats
     minimums: Floats | None
     run: int
-    factors: tuple[Floats, Floats] | None = None
+    factors: Factors | None = None
 
     def check(self, name: str) -> "Numbers":
         """Returns itself. Raises ModelError when a scale or minimum cannot be stored: NaN, infinite, or too large."""
@@ -66,42 +80,49 @@ class Numbers:
     def joined(parts: Sequence["Numbers"]) -> "Numbers":
         """All rows of several of one form, which lie one below the other."""
         least = [part.minimums for part in parts if part.minimums is not None]
-        factors = [np.concatenate(each) for each in zip(*(part.factors for part in parts if part.factors), strict=True)]
+        factors = [part.factors for part in parts if part.factors]
+        other = [each.minimums for each in factors if each.minimums is not None]
         return Numbers(
             np.concatenate([part.values for part in parts]),
             np.concatenate([part.scales for part in parts]),
             np.concatenate(least) if least else None,
             parts[0].run,
-            (factors[0], factors[1]) if factors else None,
+            Factors(np.concatenate([each.scales for each in factors]), np.concatenate(other) if other else None)
+            if factors
+            else None,
         )
 
     def of_rows(self, rows: Any) -> "Numbers":
         """Those of some rows: a slice, or their indices."""
         least = None if self.minimums is None else self.minimums[rows]
-        factors = None if self.factors is None else (self.factors[0][rows], self.factors[1][rows])
+        factors = self.factors and self.factors.each(lambda of: of[rows])
         return Numbers(self.values[rows], self.scales[rows], least, self.run, factors)
 
     def scaled(self, by: np.float32) -> "Numbers":
         """The same times a number."""
         if self.factors is not None:
-            return replace(self, factors=(self.factors[0] * by, self.factors[1] * by))
+            return replace(self, factors=self.factors.each(lambda of: of * by))
         least = None if self.minimums is None else self.minimums * by
         return replace(self, scales=self.scales * by, minimums=least)
 
     def floats(self, levels: Floats) -> Floats:
         """The weights as new float32 numbers [rows, in], where runs are full. `levels`: of the form, forms.LEVELS."""
         rows, cols = self.values.shape
-        scales, least = self.scales, self.minimums
-        if self.factors is not None:
-            assert least is not None
-            each = scales.shape[1] // self.factors[0].shape[1]
-            scales = scales * np.repeat(self.factors[0], each, axis=1)
-            least = least * np.repeat(self.factors[1], each, axis=1)
         with np.errstate(invalid="ignore", over="ignore"):  # who asks for them looks for what is no number
+            scales, least = self.products()
             found: Floats = levels[self.values].reshape(rows, -1, self.run) * scales[:, :, None]
             if least is not None:
                 found += least[:, :, None]
         return found.reshape(rows, cols)
+
+    def products(self) -> tuple[Floats, Floats | None]:
+        """Scales and minimums times their factors."""
+        if self.factors is None:
+            return self.scales, self.minimums
+        each = self.scales.shape[1] // self.factors.scales.shape[1]
+        spread = self.factors.each(lambda of: np.repeat(of, each, axis=1))
+        least = None if self.minimums is None or spread.minimums is None else self.minimums * spread.minimums
+        return self.scales * spread.scales, least
 
 
 def rotated(values: Floats, size: int) -> Floats:

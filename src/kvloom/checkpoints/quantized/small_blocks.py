@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvloom.checkpoints.quantized.numbers import FACTOR_RUN, Bytes, Floats
+from kvloom.checkpoints.quantized.numbers import Bytes, Factors, Floats
 
 _RUN = 16
 _SMALL = 32
@@ -19,12 +19,12 @@ _ONE, _THREE = np.uint8(1), np.uint8(3)
 
 
 class Decoded(NamedTuple):
-    """Of each block: numbers, scales, minimums, and what both are multiplied by; see numbers.Numbers."""
+    """Of each block: numbers, scales, minimums, and factors of both; see numbers.Numbers."""
 
     values: Bytes
     scales: Floats
     minimums: Floats | None = None
-    factors: tuple[Floats, Floats] | None = None
+    factors: Factors | None = None
 
 
 class SmallKind(NamedTuple):
@@ -52,31 +52,19 @@ def _nibble_pairs(data: Bytes) -> Bytes:
     return pairs.reshape(len(data), -1)
 
 
-def _two_bits(scale: Floats, least: Floats, num_values: int) -> tuple[Floats, Floats]:
-    """Factors of a block, for each FACTOR_RUN of its values."""
-    count = num_values // FACTOR_RUN
-    return np.repeat(scale, count, axis=1), np.repeat(-least, count, axis=1)
-
-
 def _q2_k(b: Bytes) -> Decoded:
     scales, least = (b[:, :16] & 15).astype(np.float32), (b[:, :16] >> 4).astype(np.float32)
-    factors = _two_bits(_halves(b[:, 80:82]), _halves(b[:, 82:84]), 256)
+    factors = Factors(_halves(b[:, 80:82]), -_halves(b[:, 82:84]))
     return Decoded(_bits(b[:, 16:80], range(0, 8, 2), _THREE, 32), scales, least, factors)
 
 
-def _of_one_scale(values: Bytes, scale: Floats) -> Decoded:
-    """value = (number - 1) * scale"""
-    ones = np.ones((len(values), values.shape[1] // _RUN), np.float32)
-    return Decoded(values, ones, ones, _two_bits(scale, scale, values.shape[1]))
-
-
 def _q1_0(b: Bytes) -> Decoded:
-    return _of_one_scale(np.unpackbits(b[:, 2:], axis=1, bitorder="little") << _ONE, _halves(b[:, :2]))
+    return Decoded(np.unpackbits(b[:, 2:], axis=1, bitorder="little"), _halves(b[:, :2]))
 
 
 def _q2_0(b: Bytes) -> Decoded:
     values: Bytes = b[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & _THREE
-    return _of_one_scale(values.reshape(len(b), -1), _halves(b[:, :2]))
+    return Decoded(values.reshape(len(b), -1), _halves(b[:, :2]))
 
 
 def _tq1_0(b: Bytes) -> Decoded:
@@ -87,18 +75,18 @@ def _tq1_0(b: Bytes) -> Decoded:
         return (shifted.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(data), -1)
 
     parts = digits(b[:, :32], 5, 32), digits(b[:, 32:48], 5, 16), digits(b[:, 48:52], 4, 4)
-    return _of_one_scale(np.concatenate(parts, axis=1), _halves(b[:, 52:]))
+    return Decoded(np.concatenate(parts, axis=1), _halves(b[:, 52:]))
 
 
 def _tq2_0(b: Bytes) -> Decoded:
-    return _of_one_scale(_bits(b[:, :64], range(0, 8, 2), _THREE, 32), _halves(b[:, 64:]))
+    return Decoded(_bits(b[:, :64], range(0, 8, 2), _THREE, 32), _halves(b[:, 64:]))
 
 
 def _q3_k(b: Bytes) -> Decoded:
     low, high = _bits(b[:, 32:96], range(0, 8, 2), _THREE, 32), _bits(b[:, :32], range(8), _ONE, 32)
     upper = _bits(b[:, 104:108], range(0, 8, 2), _THREE, 4) << np.uint8(4)
     scales = (_bits(b[:, 96:104], range(0, 8, 4), np.uint8(15), 8) | upper).astype(np.float32) - 32
-    return Decoded(low | high << np.uint8(2), _halves(b[:, 108:]) * scales)
+    return Decoded(low | high << np.uint8(2), scales, None, Factors(_halves(b[:, 108:])))
 
 
 def _nvfp4(b: Bytes) -> Decoded:
@@ -209,12 +197,12 @@ def _iq1_m(b: Bytes) -> Decoded:
 
 
 SMALL_KINDS: Mapping[str, SmallKind] = {
-    "q1_0": SmallKind("int2", _RUN, _q1_0),
-    "q2_0": SmallKind("int2", _RUN, _q2_0),
-    "q2_k": SmallKind("int2", _RUN, _q2_k),
-    "tq1_0": SmallKind("int2", _RUN, _tq1_0),
-    "tq2_0": SmallKind("int2", _RUN, _tq2_0),
-    "q3_k": SmallKind("int3", _RUN, _q3_k),
+    "q1_0": SmallKind("int1", 128, _q1_0),
+    "q2_0": SmallKind("int2", 64, _q2_0),
+    "q2_k": SmallKind("int2_k", _RUN, _q2_k),
+    "tq1_0": SmallKind("int2_256", 256, _tq1_0),
+    "tq2_0": SmallKind("int2_256", 256, _tq2_0),
+    "q3_k": SmallKind("int3_k", _RUN, _q3_k),
     "iq1_s": SmallKind("table3_iq1", _RUN, _iq1_s),
     "iq1_m": SmallKind("table3_iq1", _RUN, _iq1_m),
     "iq2_xxs": SmallKind("table3_iq2", _RUN, _iq2_xxs),

@@ -23,15 +23,20 @@ WEIGHT_FORMATS = {"w8a8": cpu_abi.INT8, "w4a8": cpu_abi.INT4, "bf16": cpu_abi.BF
 FORMS = {
     "int4": cpu_abi.INT4,
     "int5": cpu_abi.INT5,
-    "int6": cpu_abi.INT6,
     "int8": cpu_abi.INT8_32,
     "int8_min": cpu_abi.INT8_MIN,
     "int8_channel": cpu_abi.INT8_CHANNEL,
     "iq4": cpu_abi.IQ4,
     "fp4": cpu_abi.FP4,
     "fp4_16": cpu_abi.FP4_16,
+    "int1": cpu_abi.INT1,
     "int2": cpu_abi.INT2,
-    "int3": cpu_abi.INT3,
+    "int2_256": cpu_abi.INT2_256,
+    "int2_k": cpu_abi.INT2_K,
+    "int3_k": cpu_abi.INT3_K,
+    "int4_k": cpu_abi.INT4_K,
+    "int5_k": cpu_abi.INT5_K,
+    "int6_k": cpu_abi.INT6_K,
     "table3_iq1": cpu_abi.TABLE3_IQ1,
     "table3_iq2": cpu_abi.TABLE3_IQ2,
     "table4_iq3_s": cpu_abi.TABLE4_IQ3_S,
@@ -160,6 +165,8 @@ class Program:
             return cpu_abi.INT8_32 if found == cpu_abi.INT8_CHANNEL and name in self._in_groups else found
         if self.weight_format == "w4a8" and is_head:
             return cpu_abi.INT8
+        if self.weight_format == "w4a8" and self.weights.form(name) == "int4_k":
+            return cpu_abi.INT4_K
         return WEIGHT_FORMATS[self.weight_format]
 
     def keeps(self, name: str, form: str) -> bool:

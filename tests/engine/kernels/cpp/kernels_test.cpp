@@ -19,7 +19,7 @@ static void test_stretches(int threads) {
     kvl_shape shape{};
     shape.num_threads = threads;
     kvl_model* model = kvl_new(&shape);
-    const int formats[] = {KVL_INT4, KVL_INT6, KVL_INT8_32}, panels[] = {3, 1, 2};
+    const int formats[] = {KVL_INT4, KVL_FP4_16, KVL_INT8_32}, panels[] = {3, 1, 2};
     const int64_t cols = 40;
     kvl_add_linear(model, 6 * kPanel - 5, cols, formats[0]);
     kvl_set_format(model, 0, 3 * kPanel, formats[1]);
@@ -32,7 +32,7 @@ static void test_stretches(int threads) {
             near(linear.format(index), formats[part], 0, "form", threads, index);
             const size_t owner = size_t(linear.owner(index));
             if (ends[owner]) near(double(linear.panel(index) - ends[owner]), 0, 0, "panel", threads, index);
-            ends[owner] = linear.panel(index) + 2 * group_bytes(formats[part]);
+            ends[owner] = linear.panel(index) + 2 * block_bytes(formats[part]);
         }
     for (int t = 0; t < threads; t++)
         if (ends[size_t(t)]) near(double(ends[size_t(t)] - kvl_arena(model, t)), double(kvl_arena_bytes(model, t)), 0, "arena", threads, t);
@@ -310,7 +310,6 @@ static void test_every_kernel() {
         for (int format : {KVL_INT4, KVL_INT8_32, KVL_IQ4, KVL_FP4, KVL_TABLE4_IQ3_S, KVL_TABLE4_IQ3_XXS})
             test_kept(format, cols, 32, false);
         test_kept(KVL_INT8_CHANNEL, cols, cols, false);
-        for (int64_t run : {16, 32}) test_kept(KVL_INT6, cols, run, false);
         for (int64_t run : {64, 128, 200}) test_kept(KVL_INT4, cols, run, true);
     }
     for (float size : {3e-19f, 1e15f}) test_quantised(KVL_BF16, 200, size);
@@ -318,10 +317,17 @@ static void test_every_kernel() {
     test_kept(KVL_INT4, 840, 32, true);
     test_kept(KVL_INT8_CHANNEL, 840, 840, false);
     test_largest_sums();
-    test_kept(KVL_INT6, 840, 16, false);
-    for (int format : {KVL_INT3, KVL_TABLE3_IQ1, KVL_TABLE3_IQ2, KVL_FP4_16})
+    for (int format : {KVL_TABLE3_IQ1, KVL_TABLE3_IQ2, KVL_FP4_16})
         for (int64_t cols : {16, 48, 256, 840}) test_kept(format, cols, 16, false);
-    for (int64_t cols : {64, 256, 832}) test_two_bits(cols);
+    for (int64_t cols : {64, 832}) test_kept(KVL_INT2, cols, 64, false);
+    for (int64_t cols : {128, 896}) test_kept(KVL_INT1, cols, 128, false);
+    for (int64_t cols : {256, 1024}) {  // the second is wider than what is unpacked at a time
+        test_kept(KVL_INT2_256, cols, 256, false);
+        test_kept(KVL_INT2_K, cols, 16, true, 0, 15);
+        test_kept(KVL_INT3_K, cols, 16, false, -32, 31);
+        for (int format : {KVL_INT4_K, KVL_INT5_K}) test_kept(format, cols, 32, true, 0, 63);
+        test_kept(KVL_INT6_K, cols, 16, false, -128, 127);
+    }
     for (int threads : {1, 2, 3, 7}) test_stretches(threads);
     for (int dim : {32, 64, 96, 128, 256})
         for (int length : {1, 15, 16, 17, 127, 128, 129, 300}) test_every_attention({dim, dim, 1}, length, 0);

@@ -2,6 +2,7 @@
 #include "bf16_test.cpp"
 #include "check.hpp"
 #include "linear/gemm.hpp"
+#include "linear/way.hpp"
 #include "model/model.hpp"
 #include "scalar.hpp"
 #include "tiles_test.cpp"
@@ -23,6 +24,28 @@ static void test_tile(const Linear& linear) {
         for (int m = 0; m < rows; m++)
             for (int c = 0; c < kPanel; c++)
                 near(out[size_t(m * kPanel + c)], scalar::dot(x, m, padded, format, linear.panel(0), c), 2e-3, "tile", rows, c);
+    }
+}
+
+// Rows that are multiplied together have the bits of each one alone, in passes and where the panel is unpacked for all.
+static void test_many_rows(const Linear& linear) {
+    const int format = linear.format(0);
+    const int64_t cols = linear.padded_cols, most = 3 * kUnpackFrom;
+    std::vector<float> scale(static_cast<size_t>(most * num_scales(format, cols))), out(static_cast<size_t>(most * kPanel)), alone(kPanel);
+    std::vector<int8_t> data(static_cast<size_t>(most * cols));
+    std::vector<int32_t> sums(static_cast<size_t>(most * num_sums(format, cols)));
+    const Activations x{data.data(), scale.data(), sums.data()};
+    for (int64_t m = 0; m < most; m++) store_activations(x, m, noise(cols).data(), cols, format);
+    for (int64_t rows : {int64_t(kRowsOnce), int64_t(kUnpackFrom - 1), int64_t(kUnpackFrom), int64_t(kUnpackFrom + 1), most}) {
+        const Way way(format, rows, KVL_NO_UNIT);
+        for (int64_t i = 0; i < way.passes.count; i++) {
+            const int64_t begin = way.passes.begin(i);
+            way.multiply(Pass{x, begin, cols, linear.panel(0), out.data() + begin * kPanel}, int(way.passes.begin(i + 1) - begin));
+        }
+        for (int64_t m = 0; m < rows; m++) {
+            tile_for(format, 1)({x, m, cols, linear.panel(0), alone.data()}, table_of(format));
+            for (int64_t c = 0; c < kPanel; c++) near(out[size_t(m * kPanel + c)], alone[size_t(c)], 0, "many rows", rows, m);
+        }
     }
 }
 
@@ -59,49 +82,48 @@ static void test_quantised(int format, int64_t cols, float size = 1) {
     panel.check(weights, double(size) * (format == KVL_INT4 ? 0.3 : format == KVL_BF16 ? 0.02 : 0.03));
     if (format == KVL_BF16) return test_bf16(panel.linear(), size);
     test_tile(panel.linear());
+    test_many_rows(panel.linear());
     test_in_tiles(panel.linear());
+}
+
+// The value of a number of a format, before scale and minimum.
+static int level_of_number(int format, int number) {
+    if (has_table(format)) return table_of(format)[number];
+    switch (format) {
+        case KVL_INT1: return number == 0 ? -1 : 1;
+        case KVL_INT2:
+        case KVL_INT2_256: return number - 1;
+        case KVL_INT3_K: return number - 4;
+        case KVL_INT6_K: return number - 32;
+        default: return number - (number_bits(format) == 8 ? 128 : 0);
+    }
 }
 
 // A panel packed from a file's numbers: every number of the format, scales of both signs, with and without minimums.
-static void test_kept(int format, int64_t cols, int64_t run, bool has_minimums) {
+// Those of super-blocks are small integers, from `least` to `most`, times factors.
+static void test_kept(int format, int64_t cols, int64_t run, bool has_minimums, int least = 0, int most = 0) {
     const OnePanel panel(cols, format);
-    const int64_t runs = (cols + run - 1) / run;
-    const int bits = has_bytes(format) ? 8 : is_thin(format) ? plane_bits(format) : 4 + high_bits(format);
+    const int64_t runs = (cols + run - 1) / run, blocks = cols / kSuper;
     std::vector<uint8_t> numbers(static_cast<size_t>(kPanel * cols));
-    for (size_t i = 0; i < numbers.size(); i++) numbers[i] = uint8_t(generator() & ((1u << bits) - 1));
-    std::vector<float> scales = noise(kPanel * runs, 1.0f / float(1 << bits)), minimums = noise(kPanel * runs), want;
-    for (std::vector<float>* half : {&scales, &minimums})
-        for (float& value : *half) value = fp16_to_float(float_to_fp16(value));
-    for (int64_t i = 0; i < kPanel * cols; i++) {
-        const int number = numbers[size_t(i)];
-        const int level = has_table(format) ? table_of(format)[number] : number - (has_bytes(format) ? 128 : format == KVL_INT6 ? 32 : 0);
-        const size_t at = size_t(i / cols * runs + i % cols / run);
-        want.push_back(float(level) * scales[at] + (has_minimums ? minimums[at] : 0));
-    }
-    const kvl_numbers from{numbers.data(), scales.data(), has_minimums ? minimums.data() : nullptr, run, nullptr, nullptr};
-    kvl_fill_numbers(panel.model, 0, &from, kPanel, 0, -1);
-    panel.check(want, 1e-6);
-    test_tile(panel.linear());
-    test_in_tiles(panel.linear());
-}
-
-// A panel packed from numbers of two bits, whose scales and minimums are multiples of factors.
-static void test_two_bits(int64_t cols) {
-    const OnePanel panel(cols, KVL_INT2);
-    std::vector<uint8_t> numbers(static_cast<size_t>(kPanel * cols));
-    for (uint8_t& number : numbers) number = uint8_t(generator() & 3);
-    std::vector<float> scales(numbers.size() / kRun), minimums(scales.size()), want;
-    for (std::vector<float>* part : {&scales, &minimums})
-        for (float& value : *part) value = float(generator() & 15);
-    std::vector<float> factors = noise(kPanel * cols / kFactorRun, 0.03f), others = noise(kPanel * cols / kFactorRun, 0.1f);
-    for (std::vector<float>* part : {&factors, &others})
+    for (uint8_t& number : numbers) number = uint8_t(generator() & ((1u << number_bits(format)) - 1));
+    const float size = 1.0f / float(1 << number_bits(format)) / float(is_super(format) ? most : 1);
+    std::vector<float> scales = noise(kPanel * runs, size), minimums = noise(kPanel * runs), want;
+    std::vector<float> factors = noise(kPanel * blocks, size), others = noise(kPanel * blocks, 1.0f / 16);
+    for (std::vector<float>* part : {&scales, &minimums, &factors, &others})
         for (float& value : *part) value = fp16_to_float(float_to_fp16(value));
-    for (size_t i = 0; i < numbers.size(); i++)
-        want.push_back(float(numbers[i]) * (scales[i / kRun] * factors[i / kFactorRun]) + minimums[i / kRun] * others[i / kFactorRun]);
-    const kvl_numbers from{numbers.data(), scales.data(), minimums.data(), kRun, factors.data(), others.data()};
+    for (std::vector<float>* part : {&scales, &minimums})
+        for (float& value : *part) value = is_super(format) ? float(least + int(generator() % unsigned(most - least + 1))) : value;
+    for (int64_t i = 0; i < kPanel * cols; i++) {
+        const size_t at = size_t(i / cols * runs + i % cols / run), block = is_super(format) ? size_t(i / kSuper) : 0;
+        const float factor = is_super(format) ? factors[block] : 1, other = is_super(format) ? others[block] : 1;
+        want.push_back(float(level_of_number(format, numbers[size_t(i)])) * (scales[at] * factor) + (has_minimums ? minimums[at] * other : 0));
+    }
+    const float *scale_factors = is_super(format) ? factors.data() : nullptr, *minimum_factors = is_super(format) && has_minimums ? others.data() : nullptr;
+    const kvl_numbers from{numbers.data(), scales.data(), has_minimums ? minimums.data() : nullptr, run, scale_factors, minimum_factors};
     kvl_fill_numbers(panel.model, 0, &from, kPanel, 0, -1);
-    panel.check(want, 1e-6);
+    panel.check(want, is_super(format) ? 0 : 1e-6);
     test_tile(panel.linear());
+    test_many_rows(panel.linear());
     test_in_tiles(panel.linear());
 }
 

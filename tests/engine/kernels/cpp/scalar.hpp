@@ -13,34 +13,54 @@
 
 namespace kvl::scalar {
 
+// The number of weight k of a group of 32 of channel c: bit by bit, as layout.hpp lists them.
+inline int number_at(const uint8_t* group, int bits, int k, int c) {
+    const int lane = c * 4 + k % 4, row = kPanel * 4, quad = k / 4;
+    const auto bit_of = [&](int plane, int bit) { return group[plane * row + lane] >> bit & 1; };
+    const auto two_of = [&] { return bit_of(k / kRun, quad % 4 * 2) | bit_of(k / kRun, quad % 4 * 2 + 1) << 1; };
+    const auto nibble_behind = [&](int planes) { return group[planes * row + quad / 2 * row + lane] >> quad % 2 * 4 & 15; };
+    switch (bits) {
+        case 1: return bit_of(0, quad);
+        case 2: return two_of();
+        case 3: return two_of() | bit_of(2, quad) << 2;
+        case 4: return nibble_behind(0);
+        case 5: return nibble_behind(1) | bit_of(0, quad) << 4;
+        case 6: return nibble_behind(2) | two_of() << 4;
+        default: return group[quad * row + lane];
+    }
+}
+
+// The small integers of a super-block, behind its factors: those of group g, or of run r, of channel c.
+inline int pair_at(const uint8_t* at, int group, int which, int c) {
+    const int upper = at[256 + group / 4 * 64 + group % 2 * 32 + c] >> (group % 4 / 2 * 4 + which * 2) & 3;
+    return (at[group * 32 + c] >> which * 4 & 15) + 16 * upper;
+}
+
 // Weight k of channel c of a packed panel, dequantised.
 inline float weight_at(const uint8_t* panel, int format, int64_t k, int c) {
-    const int in_group = int(k % group_size(format));
-    const uint8_t* group = panel + head_bytes(format) + k / group_size(format) * group_bytes(format);
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(group);
-    if (format == KVL_BF16) return bf16_to_float(halves[bf16_offset(in_group, c)]);
-    const uint8_t* planes = group + scale_bytes(format);
-    const uint8_t* rest = planes + plane_bytes(format);
-    if (is_whole(format)) return float(int(rest[byte_offset(in_group, c)]) - 128) * reinterpret_cast<const float*>(panel)[c];
-    if (is_thin(format)) {
-        const int place = in_group / kRun * 128 + c * 4 + in_group % 4, low = planes[place] >> in_group % kRun / 4 * 2 & 3;
-        if (format == KVL_INT2) {
-            const int64_t pair = k / 64 * 2 * group_bytes(format);
-            const auto half = [&](int64_t at) { return fp16_to_float(reinterpret_cast<const uint16_t*>(panel + pair + at)[c]); };
-            const int both = group[64 + in_group / kRun * 32 + c];
-            return float(low) * (half(0) * float(both & 15)) + half(group_bytes(format)) * float(both >> 4);
-        }
-        const int number = low | (planes[256 + c * 4 + in_group % 4] >> in_group / 4 & 1) << 2;
-        return float(table_of(format)[number]) * fp16_to_float(halves[c + (in_group >= kRun ? kPanel : 0)]);
+    const uint8_t* block = panel + head_bytes(format) + k / block_size(format) * block_bytes(format);
+    const int at = int(k % block_size(format)), in_group = at % group_size(format), group = at / kFileGroup, run = at / kRun;
+    const auto half = [&](int row) { return fp16_to_float(reinterpret_cast<const uint16_t*>(block)[row * kPanel + c]); };
+    if (format == KVL_BF16) return bf16_to_float(reinterpret_cast<const uint16_t*>(block)[bf16_offset(in_group, c)]);
+    const uint8_t* numbers = block + scale_bytes(format) + at / group_size(format) * group_bytes(format);
+    const int number = number_at(numbers, number_bits(format), in_group, c);
+    if (has_table(format)) return float(table_of(format)[number]) * half(has_runs(format) ? run : 0);
+    const uint8_t *behind_one = block + 64, *behind_two = block + 128;
+    switch (format) {
+        case KVL_INT8_CHANNEL: return float(number - 128) * reinterpret_cast<const float*>(panel)[c];
+        case KVL_INT8:
+        case KVL_INT8_32: return float(number - 128) * half(0);
+        case KVL_INT8_MIN: return float(number - 128) * half(0) + half(1);
+        case KVL_INT1: return float(2 * number - 1) * half(0);
+        case KVL_INT2:
+        case KVL_INT2_256: return float(number - 1) * half(0);
+        case KVL_INT2_K: return float(number) * (half(0) * float(behind_two[run * 32 + c] & 15)) + half(1) * float(behind_two[run * 32 + c] >> 4);
+        case KVL_INT3_K: return float(number - 4) * (half(0) * float(pair_at(behind_one, group, run % 2, c) - 32));
+        case KVL_INT4_K:
+        case KVL_INT5_K: return float(number) * (half(0) * float(pair_at(behind_two, group, 0, c))) + half(1) * float(pair_at(behind_two, group, 1, c));
+        case KVL_INT6_K: return float(number - 32) * (half(0) * float(int8_t(behind_one[run * 32 + c])));
+        default: return float(number) * half(0) + half(1);
     }
-    const float scale = fp16_to_float(halves[c + (has_runs(format) && in_group >= kRun ? kPanel : 0)]);
-    const float minimum = has_min(format) ? fp16_to_float(halves[kPanel + c]) : 0;
-    if (has_bytes(format)) return float(int(rest[byte_offset(in_group, c)]) - 128) * scale + minimum;
-    const int byte = rest[nibble_offset(in_group, c)], nibble = in_group % 8 < 4 ? byte & 15 : byte >> 4;
-    if (has_table(format)) return float(table_of(format)[nibble]) * scale;
-    const int upper = high_bits(format) == 0 ? 0 : planes[plane_offset(format, in_group, c)] >> plane_shift(format, in_group);
-    const int number = nibble + 16 * (upper & ((1 << high_bits(format)) - 1));
-    return float(number - (format == KVL_INT6 ? 32 : 0)) * scale + minimum;
 }
 
 // Activation k of a row, dequantised.

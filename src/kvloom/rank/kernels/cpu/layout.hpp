@@ -1,28 +1,37 @@
 // Layouts of weights and of the KV cache in memory, and the sizes that packing, kernels and tests share.
 //
-// Weights: panels of 32 output channels. A panel is a sequence of groups along K; a group is contiguous and holds the
-// weights and scales that a micro-kernel reads in one iteration:
-//   int8:     32 fp16 scales | [16 quads of k][32 channels][4 k] bytes, value = (byte - 128) * scale    (64 k a group)
-//   int8_32:  the same with 8 quads                                                               (from here on 32 k)
-//   int8_min: 32 fp16 scales | 32 fp16 minimums | 8 quads of bytes, value = (byte - 128) * scale + minimum
-//   int4:     32 fp16 scales | 32 fp16 minimums | [4 octets of k][32][4] bytes, low nibble = first quad of
-//             the octet, high nibble = second; value = nibble * scale + minimum
-//   int5:     as int4, a plane of fifth bits before the nibbles: [32][4] bytes, bit q = that of quad q
-//   int6:     32 fp16 scales of the first 16 k | 32 of the others | for each 16 k a plane [32][4] of the upper two bits,
-//             bits 2q and 2q + 1 = those of its quad q | nibbles as int4; value = (number - 32) * scale
-//   iq4, fp4, table4: 32 fp16 scales | nibbles as int4; value = table[nibble] * scale
-//   fp4_16:   32 fp16 scales of the first 16 k | 32 of the others | nibbles as int4
-//   int3, table3: scales as fp4_16 | for each 16 k a plane of the lower two bits, as int6 has the upper ones | a plane of
-//             third bits, as int5 has fifth ones; value = table[number] * scale
-//   int2:     32 fp16 factors | for each 16 k 32 bytes: scale in the low nibble, minimum in the high one | the two planes
-//             of int3; value = number * scale * first factor + minimum * second factor. A pair of groups shares its
-//             factors: the first group holds the first ones, the second group the second ones
-//   bf16:     [16 pairs of k][32][2] bf16
-// A format with one scale per channel stores the scales before the first group:
-//   int8_channel: 32 float scales, then groups [16 quads of k][32 channels][4 k], value = (byte - 128) * scale
+// Weights: panels of 32 output channels. A panel is a sequence of blocks along K; a block holds scales, then one or
+// several groups of weights, which a micro-kernel reads one by one. The numbers of a group of 32 k:
+//   bytes:   [8 quads of k][32 channels][4 k]; 16 quads in int8 and int8_channel, whose groups have 64 k
+//   4 bits:  [4 octets of k][32][4] bytes, low nibble = first quad of the octet, high nibble = second
+//   5 bits:  a plane of fifth bits before nibbles: [32][4] bytes, bit q = that of quad q
+//   6 bits:  for each 16 k a plane [32][4] of the upper two bits, bits 2q and 2q + 1 = those of its quad q; then nibbles
+//   3 bits:  for each 16 k a plane of the lower two bits, as 6 bits have the upper ones; a plane of third bits
+//   2 bits:  the two planes alone
+//   1 bit:   a plane as that of fifth bits
+// Formats whose scales are fp16, of blocks of one group unless another size is told:
+//   int8, int8_32:                  32 scales, value = (byte - 128) * scale
+//   int8_min:                       32 scales | 32 minimums, value = (byte - 128) * scale + minimum
+//   int4, int5:                     32 scales | 32 minimums, value = number * scale + minimum
+//   iq4, fp4, table4:               32 scales, value = table[number] * scale
+//   fp4_16, table3:                 32 scales of the first 16 k | 32 of the others, value = table[number] * scale
+//   int2 (64 k), int2_256 (256 k):  32 scales, value = (number - 1) * scale
+//   int1 (128 k):                   32 scales, value = (2 * number - 1) * scale
+// Formats with super-blocks of 256 k, as GGUF's K types have them: 32 fp16 factors of scales, with minimums then 32 of
+// those, then the small integers that are multiplied by them:
+//   int4_k, int5_k:  a pair of 6 bits for each group, its scale and its minimum, value = number * scale + minimum
+//   int3_k:          a pair for each group, scales of its first 16 k and of the others, 32 too large;
+//                    value = (number - 4) * scale
+//   int6_k:          [16 runs of 16 k][32] signed bytes, value = (number - 32) * scale
+//   int2_k:          [16 runs][32] bytes, scale in the low nibble, minimum in the high one; value as int4_k
+//   Pairs: [8 groups][32] bytes, the lower four bits of the first number in the low nibble, those of the second in the
+//   high one; then two planes of 64 bytes with the upper two bits of each (pair_plane, pair_shift).
+// Others:
+//   bf16:          [16 pairs of k][32][2] bf16
+//   int8_channel:  32 float scales before the first group, value = (byte - 128) * scale
 // int8 is for weights that are quantised while they are packed; the others but bf16 hold the quantised blocks of files
 // without loss (docs/decisions/weights.md). K is padded with zero weights to a multiple of kPad, so kernels need no code
-// for a tail along K.
+// for a tail along K. Where blocks are longer, K is a multiple of them, as in every file.
 //
 // KV cache: 16 tokens of one kv head have a K tile [key_dim / 2][16 keys][2] and, elsewhere in memory, a V tile
 // [8 pairs of keys][value_dim][2]. A block of the cache is one or several such runs of 16 tokens, of all layers. Both products (scores; weighted values) are thus products of pairs, with one
@@ -52,7 +61,7 @@ constexpr int kPanel = 32;
 constexpr int kInt8Group = 64;    // weights that share a scale: perplexity +0.5 %, and 3 % of the bytes
 constexpr int kFileGroup = 32;    // the group size of GGUF, so that blocks of its files are held without loss
 constexpr int kRun = 16;          // weights of Q6_K that share a scale
-constexpr int kFactorRun = 64;    // weights of int2 that share factors
+constexpr int kSuper = 256;       // weights of its super-blocks, whose scales share a factor
 constexpr int kPad = 64;          // every K is padded to a multiple of this
 constexpr int kBlockTokens = 16;  // keys of a K tile
 // Keys of one attention chunk. Chunks begin at multiples of it, so a query's sums do not depend on how the prompt is
@@ -67,9 +76,8 @@ constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit -
 // Values of the 16 nibbles in the formats with a table: IQ4_NL of GGUF; E2M1 numbers, doubled to be integers.
 constexpr int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr int8_t kFp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-// Values of the numbers of int3, and of GGUF's IQ1, IQ2 and IQ3: sizes, then the same with the other sign. Those of IQ1
+// Values of the numbers of GGUF's IQ1, IQ2 and IQ3: sizes, then the same with the other sign. Those of IQ1
 // are eighths of -1, 0 and 1, moved up, then down, by one. Numbers that do not occur have 0.
-constexpr int8_t kInt3[16] = {-4, -3, -2, -1, 0, 1, 2, 3};
 constexpr int8_t kIq1[16] = {-7, 1, 9, 0, -9, -1, 7, 0};
 constexpr int8_t kIq2[16] = {8, 25, 43, 0, -8, -25, -43, 0};
 constexpr int8_t kIq3S[16] = {1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15};
@@ -80,7 +88,6 @@ using Table = int8_t[16];
 // The table of a format that has one.
 constexpr const Table& table_of(int format) {
     switch (format) {
-        case KVL_INT3: return kInt3;
         case KVL_TABLE3_IQ1: return kIq1;
         case KVL_TABLE3_IQ2: return kIq2;
         case KVL_TABLE4_IQ3_S: return kIq3S;
@@ -93,8 +100,7 @@ constexpr const Table& table_of(int format) {
 // The format whose kernels compute a format: one that differs in its table alone.
 constexpr int kernel_of(int format) {
     switch (format) {
-        case KVL_TABLE3_IQ1:
-        case KVL_TABLE3_IQ2: return KVL_INT3;
+        case KVL_TABLE3_IQ1: return KVL_TABLE3_IQ2;
         case KVL_TABLE4_IQ3_S:
         case KVL_TABLE4_IQ3_XXS:
         case KVL_FP4: return KVL_IQ4;
@@ -103,14 +109,54 @@ constexpr int kernel_of(int format) {
 }
 
 constexpr bool has_table(int format) {
-    return kernel_of(format) == KVL_INT3 || kernel_of(format) == KVL_IQ4 || format == KVL_FP4_16;
+    return kernel_of(format) == KVL_TABLE3_IQ2 || kernel_of(format) == KVL_IQ4 || format == KVL_FP4_16;
 }
 
-// Whether numbers have two or three bits, and lie in planes alone.
-constexpr bool is_thin(int format) { return format == KVL_INT2 || kernel_of(format) == KVL_INT3; }
+// How scales are stored: see above.
+enum class Scaling { kNone, kHalves, kPairs, kBytes, kNibbles };
+constexpr Scaling scaling_of(int format) {
+    switch (format) {
+        case KVL_BF16:
+        case KVL_INT8_CHANNEL: return Scaling::kNone;
+        case KVL_INT3_K:
+        case KVL_INT4_K:
+        case KVL_INT5_K: return Scaling::kPairs;
+        case KVL_INT6_K: return Scaling::kBytes;
+        case KVL_INT2_K: return Scaling::kNibbles;
+        default: return Scaling::kHalves;
+    }
+}
+constexpr bool is_super(int format) { return scaling_of(format) > Scaling::kHalves; }
+
+// Bits of a number.
+constexpr int number_bits(int format) {
+    switch (format) {
+        case KVL_INT8:
+        case KVL_INT8_32:
+        case KVL_INT8_MIN:
+        case KVL_INT8_CHANNEL: return 8;
+        case KVL_INT6_K: return 6;
+        case KVL_INT5:
+        case KVL_INT5_K: return 5;
+        case KVL_TABLE3_IQ1:
+        case KVL_TABLE3_IQ2:
+        case KVL_INT3_K: return 3;
+        case KVL_INT2:
+        case KVL_INT2_256:
+        case KVL_INT2_K: return 2;
+        case KVL_INT1: return 1;
+        case KVL_BF16: return 16;
+        default: return 4;
+    }
+}
+constexpr bool has_bytes(int format) { return number_bits(format) == 8; }
 
 // Whether each run of 16 has a scale of its own.
-constexpr bool has_runs(int format) { return is_thin(format) || format == KVL_INT6 || format == KVL_FP4_16; }
+constexpr bool has_runs(int format) {
+    return format == KVL_INT2_K || format == KVL_INT3_K || format == KVL_INT6_K || format == KVL_FP4_16 || kernel_of(format) == KVL_TABLE3_IQ2;
+}
+// Whether planes of two bits are those of runs of 16.
+constexpr bool has_pairs_of_bits(int format) { return number_bits(format) == 2 || number_bits(format) == 3 || number_bits(format) == 6; }
 
 // Whether all weights of a channel share one scale, and all activations of a row share one.
 constexpr bool is_whole(int format) { return format == KVL_INT8_CHANNEL; }
@@ -119,7 +165,7 @@ constexpr bool has_groups(int format) { return format != KVL_BF16 && !is_whole(f
 
 constexpr int group_size(int format) { return format == KVL_INT8 || is_whole(format) ? kInt8Group : kFileGroup; }
 
-// Number of consecutive activations for which one sum is stored: a group in KVL_INT8, else kRun, because KVL_INT6 has a
+// Number of consecutive activations for which one sum is stored: a group in KVL_INT8, else kRun, because some formats have a
 // scale for each run. (KVL_INT8_CHANNEL stores one sum for the whole row.)
 constexpr int run_size(int format) { return format == KVL_INT8 || is_whole(format) ? kInt8Group : kRun; }
 
@@ -127,41 +173,67 @@ constexpr int run_size(int format) { return format == KVL_INT8 || is_whole(forma
 constexpr int64_t num_scales(int format, int64_t cols) { return is_whole(format) ? 1 : cols / group_size(format); }
 constexpr int64_t num_sums(int format, int64_t cols) { return is_whole(format) ? 1 : cols / run_size(format); }
 
-constexpr bool has_min(int format) { return format == KVL_INT4 || format == KVL_INT5 || format == KVL_INT8_MIN || format == KVL_INT2; }
-constexpr bool has_bytes(int format) {
-    return format == KVL_INT8 || format == KVL_INT8_32 || format == KVL_INT8_MIN || format == KVL_INT8_CHANNEL;
+constexpr bool has_min(int format) {
+    return number_bits(format) == 5 || format == KVL_INT4 || format == KVL_INT4_K || format == KVL_INT8_MIN || format == KVL_INT2_K;
 }
-constexpr int high_bits(int format) { return format == KVL_INT5 ? 1 : format == KVL_INT6 ? 2 : 0; }
-constexpr int plane_bits(int format) { return kernel_of(format) == KVL_INT3 ? 3 : format == KVL_INT2 ? 2 : high_bits(format); }
 
-// Bytes of the parts of a group, which lie in this order: scales and minimums; planes of upper bits; the lower bits, or
-// all bits, of each weight. Then bytes of the whole group.
+// Groups of a block.
+constexpr int block_groups(int format) {
+    switch (format) {
+        case KVL_INT1: return 4;
+        case KVL_INT2: return 2;
+        case KVL_INT2_256: return kSuper / kFileGroup;
+        default: return is_super(format) ? kSuper / kFileGroup : 1;
+    }
+}
+constexpr int block_size(int format) { return block_groups(format) * group_size(format); }
+
+// Bytes of the scales of a block, in super-blocks of the factors that come first among them.
+constexpr int factor_bytes(int format) { return is_super(format) ? kPanel * (has_min(format) ? 4 : 2) : 0; }
+constexpr int kPairBytes = kSuper / kFileGroup * kPanel * 3 / 2;
 constexpr int scale_bytes(int format) {
-    if (format == KVL_BF16 || is_whole(format)) return 0;
-    return has_min(format) || has_runs(format) ? kPanel * 4 : kPanel * 2;
+    switch (scaling_of(format)) {
+        case Scaling::kNone: return 0;
+        case Scaling::kHalves: return has_min(format) || has_runs(format) ? kPanel * 4 : kPanel * 2;
+        case Scaling::kPairs: return factor_bytes(format) + kPairBytes;
+        default: return factor_bytes(format) + kSuper / kRun * kPanel;
+    }
 }
-constexpr int plane_bytes(int format) { return plane_bits(format) * kPanel * kFileGroup / 8; }
-constexpr int64_t group_bytes(int format) {
-    if (is_thin(format)) return scale_bytes(format) + plane_bytes(format);
-    const int rest = format == KVL_BF16 ? kPanel * kFileGroup * 2 : kPanel * group_size(format) / (has_bytes(format) ? 1 : 2);
-    return scale_bytes(format) + plane_bytes(format) + rest;
+// Bytes of a group's planes, and of the whole group. Behind planes lie nibbles, or bytes, or nothing.
+constexpr int plane_bytes(int format) {
+    const int bits = number_bits(format), in_planes = bits < 4 ? bits : bits < 8 ? bits - 4 : 0;
+    return in_planes * kPanel * kFileGroup / 8;
 }
+constexpr int group_bytes(int format) { return number_bits(format) * kPanel * group_size(format) / 8; }
+constexpr int block_bytes(int format) { return scale_bytes(format) + block_groups(format) * group_bytes(format); }
 
-// Bytes of a panel before its first group, and of the whole panel.
+// Bytes of a panel before its first block, and of the whole panel.
 constexpr int64_t head_bytes(int format) { return is_whole(format) ? kPanel * 4 : 0; }
-constexpr int64_t panel_bytes(int format, int64_t cols) { return head_bytes(format) + cols / group_size(format) * group_bytes(format); }
+constexpr int64_t panel_bytes(int format, int64_t cols) { return head_bytes(format) + cols / block_size(format) * block_bytes(format); }
+
+// Where in a panel the block with column k begins, and in that block the group with it.
+template <class Byte>
+constexpr Byte* block_of(Byte* panel, int format, int64_t k) {
+    return panel + head_bytes(format) + k / block_size(format) * block_bytes(format);
+}
+template <class Byte>
+constexpr Byte* group_of(Byte* block, int format, int64_t k) {
+    return block + scale_bytes(format) + k % block_size(format) / group_size(format) * group_bytes(format);
+}
 
 // Formats of one byte per weight: offset of weight k (within its group) of channel c from the group's first weight.
 constexpr int byte_offset(int k, int c) { return (k / 4) * kPanel * 4 + c * 4 + k % 4; }
 // Formats of nibbles: offset of the byte with the nibble of that weight; it is the high nibble if k % 8 >= 4.
 constexpr int nibble_offset(int k, int c) { return (k / 8) * kPanel * 4 + c * 4 + k % 4; }
-// Position of the upper bits of weight k, in thin formats of the lower two: offset of their byte from the first plane,
-// and their lowest bit in it. Then that of the third bit, behind both planes, whose place in its byte is k / 4.
-constexpr int plane_offset(int format, int k, int c) { return (has_runs(format) ? k / kRun : 0) * kPanel * 4 + c * 4 + k % 4; }
-constexpr int plane_shift(int format, int k) { return has_runs(format) ? k % kRun / 4 * 2 : k / 4; }
+// Position of the bits of weight k in the first planes: offset of their byte, and their lowest bit in it. Then the offset
+// of the byte with the third bit, whose place in it is k / 4.
+constexpr int plane_offset(int format, int k, int c) { return (has_pairs_of_bits(format) ? k / kRun : 0) * kPanel * 4 + c * 4 + k % 4; }
+constexpr int plane_shift(int format, int k) { return has_pairs_of_bits(format) ? k % kRun / 4 * 2 : k / 4; }
 constexpr int third_offset(int k, int c) { return 2 * kPanel * 4 + c * 4 + k % 4; }
-// int2: bytes from a group to the one that holds the first factors of its pair, or the second ones.
-constexpr int64_t factors_at(int64_t group, int which) { return (which - group % 2) * group_bytes(KVL_INT2); }
+// Pairs of 6 bits: offset of the byte with the upper bits of a group's pair of channel c, and the place in it of those of
+// the first number (which: 0) or the second (1).
+constexpr int pair_plane(int group, int c) { return kSuper / kFileGroup * kPanel + group / 4 * 2 * kPanel + group % 2 * kPanel + c; }
+constexpr int pair_shift(int group, int which) { return group / 2 % 2 * 4 + which * 2; }
 // bf16: offset of that weight in elements, not bytes, from the beginning of its group.
 constexpr int bf16_offset(int k, int c) { return (k / 2) * kPanel * 2 + c * 2 + k % 2; }
 

@@ -149,18 +149,26 @@ inline __m256i two_bits_half(const uint8_t* from, int shift) {
     return _mm256_and_si256(moved, _mm256_set1_epi8(3));
 }
 inline Bytes two_bits(const uint8_t* from, int shift) { return {two_bits_half(from, shift), two_bits_half(from + 32, shift)}; }
+inline __m256i one_bit_half(const uint8_t* from, int shift) {
+    const __m256i bits = _mm256_loadu_si256((const __m256i*)from);
+    const __m256i moved = shift < 0 ? _mm256_slli_epi16(bits, -shift) : _mm256_srli_epi16(bits, shift);
+    return _mm256_and_si256(moved, _mm256_set1_epi8(2));
+}
+inline Bytes one_bit(const uint8_t* from, int bit) { return {one_bit_half(from, bit - 1), one_bit_half(from + 32, bit - 1)}; }
+inline void put_bytes(int8_t* to, Bytes bytes) {
+    _mm256_storeu_si256((__m256i*)to, bytes.lo);
+    _mm256_storeu_si256((__m256i*)(to + 32), bytes.hi);
+}
+inline Bytes get_bytes(const int8_t* from) {
+    return {_mm256_loadu_si256((const __m256i*)from), _mm256_loadu_si256((const __m256i*)(from + 32))};
+}
 inline Bytes entries(Bytes numbers, const Table& table) {
     const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
     return {_mm256_shuffle_epi8(bytes, numbers.lo), _mm256_shuffle_epi8(bytes, numbers.hi)};
 }
-inline F32 floats_of(__m128i bytes) {
-    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
-}
-inline F32 low_floats(const uint8_t* from) {
-    return floats_of(_mm_and_si128(_mm_loadu_si128((const __m128i*)from), _mm_set1_epi8(15)));
-}
-inline F32 high_floats(const uint8_t* from) {
-    return floats_of(_mm_and_si128(_mm_srli_epi16(_mm_loadu_si128((const __m128i*)from), 4), _mm_set1_epi8(15)));
+inline F32 small_floats(const int8_t* from) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)from);
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
 }
 inline __m256i with_bits_half(__m256i low, const uint8_t* plane, int shift, int mask) {
     const __m256i bits = _mm256_loadu_si256((const __m256i*)plane);

@@ -112,16 +112,19 @@ inline Bytes high_nibbles(const uint8_t* from) {
 inline Bytes two_bits(const uint8_t* from, int shift) {
     return {_mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(from), unsigned(shift)), _mm512_set1_epi8(3))};
 }
+inline Bytes one_bit(const uint8_t* from, int bit) {
+    const __m512i bits = _mm512_loadu_si512(from);
+    const __m512i moved = bit == 0 ? _mm512_slli_epi16(bits, 1) : _mm512_srli_epi16(bits, unsigned(bit - 1));
+    return {_mm512_and_si512(moved, _mm512_set1_epi8(2))};
+}
+inline void put_bytes(int8_t* to, Bytes bytes) { _mm512_storeu_si512(to, bytes.v); }
+inline Bytes get_bytes(const int8_t* from) { return {_mm512_loadu_si512(from)}; }
 inline Bytes entries(Bytes numbers, const Table& table) {
     const __m512i bytes = _mm512_broadcast_i32x4(_mm_xor_si128(_mm_loadu_si128((const __m128i*)table), _mm_set1_epi8(-128)));
     return {_mm512_shuffle_epi8(bytes, numbers.v)};
 }
-inline F32 floats_of(__m128i bytes) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes))}; }
-inline F32 low_floats(const uint8_t* from) {
-    return floats_of(_mm_and_si128(_mm_loadu_si128((const __m128i*)from), _mm_set1_epi8(15)));
-}
-inline F32 high_floats(const uint8_t* from) {
-    return floats_of(_mm_and_si128(_mm_srli_epi16(_mm_loadu_si128((const __m128i*)from), 4), _mm_set1_epi8(15)));
+inline F32 small_floats(const int8_t* from) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)))};
 }
 inline Bytes with_bits(Bytes low, const uint8_t* plane, int shift, int mask) {
     const __m512i bits = _mm512_loadu_si512(plane);

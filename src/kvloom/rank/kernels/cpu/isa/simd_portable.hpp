@@ -164,17 +164,23 @@ inline Bytes two_bits(const uint8_t* from, int shift) {
     return each_byte([&](int i) { return from[i] >> shift & 3; });
 }
 
+// One bit of each of 64 bytes, doubled: 0 or 2.
+inline Bytes one_bit(const uint8_t* from, int bit) {
+    return each_byte([&](int i) { return (from[i] >> bit & 1) * 2; });
+}
+inline void put_bytes(int8_t* to, Bytes bytes) { std::memcpy(to, bytes.of, sizeof bytes.of); }
+inline Bytes get_bytes(const int8_t* from) {
+    return each_byte([&](int i) { return from[i]; });
+}
+
 // The table's entries for 64 numbers below 16.
 inline Bytes entries(Bytes numbers, const Table& table) {
     return each_byte([&](int i) { return table[numbers.of[i]]; });
 }
 
-// 16 nibbles as floats: the low ones, and the high ones, of as many bytes.
-inline F32 low_floats(const uint8_t* from) {
-    return each([&](int i) { return float(from[i] & 15); });
-}
-inline F32 high_floats(const uint8_t* from) {
-    return each([&](int i) { return float(from[i] >> 4); });
+// 16 small integers as floats.
+inline F32 small_floats(const int8_t* from) {
+    return each([&](int i) { return float(from[i]); });
 }
 
 // Adds upper bits to 4-bit weights: the bits of a plane, shifted left by `shift` (right if negative), under `mask`.

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "isa/pairs.hpp"
-#include "linear/thin.hpp"
+#include "linear/pass.hpp"
 
 namespace kvl {
 
@@ -48,7 +48,7 @@ void tile_bytes(const Pass& pass, const Table&) {
                 }
             }
         }
-        const Scales<FORMAT> of_group(scales);
+        const auto of_group = ScalesOf<FORMAT>::of_halves(scales);
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; m++) {
             const int32_t sum = has_min(FORMAT) ? group_sum<FORMAT>(sums + m * groups * kRuns) : 0;
@@ -58,58 +58,70 @@ void tile_bytes(const Pass& pass, const Table&) {
     store_rows(lo, hi, pass.out);
 }
 
-// Formats of one nibble per weight. A group is one part, or two parts with a scale each.
-template <int ROWS, int FORMAT>
-void tile_nibbles(const Pass& pass, const Table& table) {
+// Formats of fewer than eight bits: `count` groups, from group `first` of the panel on, whose blocks begin at pass.panel.
+// A group is one part, or two parts with a scale each. decoded: scales as Unpacked has them; null = those of the blocks.
+template <int ROWS, int FORMAT, bool IS_DECODED>
+void multiply_groups(const Pass& pass, int64_t first, int64_t count, const Table& table, const float* decoded) {
     constexpr int kParts = has_runs(FORMAT) ? 2 : 1, kRuns = kFileGroup / kRun, kQuads = kFileGroup / 4 / kParts;
     const int64_t groups = pass.cols / kFileGroup;
-    const int8_t* x = pass.x.data + pass.row * pass.cols;
-    const float* scale = pass.x.scale + pass.row * groups;
-    const int32_t* sums = pass.x.sum + pass.row * groups * kRuns;
+    const int8_t* x = pass.x.data + pass.row * pass.cols + first * kFileGroup;
+    const float* scale = pass.x.scale + pass.row * groups + first;
+    const int32_t* sums = pass.x.sum + (pass.row * groups + first) * kRuns;
     const int64_t ahead = pass.ahead_of<ROWS>();
     const bool passing = ROWS >= kBusyRows && pass.is_passing;
-    const uint8_t* weights = pass.panel;
+    const uint8_t* group = pass.panel;
     F32 lo[ROWS], hi[ROWS];
-#pragma GCC unroll 8
-    for (int m = 0; m < ROWS; m++) lo[m] = hi[m] = splat(0);
-    for (int64_t g = 0; g < groups; g++, sums += kRuns) {
-        const uint16_t* scales = reinterpret_cast<const uint16_t*>(weights);
-        const uint8_t* planes = weights + scale_bytes(FORMAT);
-        for (int at = 0; at < scale_bytes(FORMAT) + plane_bytes(FORMAT); at += 64) prefetch_weights(weights + ahead + at, passing);
-        weights = planes + plane_bytes(FORMAT);
-        for (int part = 0; part < kParts; part++, scales += kPanel, planes += kPanel * 4) {
-            I32 a[ROWS], b[ROWS];
-#pragma GCC unroll 8
-            for (int m = 0; m < ROWS; m++) {
-                const int32_t* runs = sums + m * groups * kRuns;
-                const int32_t sum = zero_of(FORMAT) == 0 ? 0 : kParts == 1 ? group_sum<FORMAT>(runs) : runs[part];
-                a[m] = b[m] = splat_int(-zero_of(FORMAT) * sum);
-            }
+    load_rows(lo, hi, first == 0 ? nullptr : pass.out);
+    for (int64_t left = count; left > 0; left -= block_groups(FORMAT)) {
+        const BlockScales<FORMAT, is_super(FORMAT) && !IS_DECODED> scales(group);
+        for (int at = 0; at < scale_bytes(FORMAT); at += 64) prefetch_weights(group + ahead + at, passing);
+        group += scale_bytes(FORMAT);
+        for (int g = 0; g < block_groups(FORMAT); g++, group += group_bytes(FORMAT), sums += kRuns, scale++) {
+            for (int at = 0; at < plane_bytes(FORMAT); at += 64) prefetch_weights(group + ahead + at, passing);
 #pragma GCC unroll kQuadsUnrolled
-            for (int quad = 0; quad < kQuads; quad++, x += 4) {
-                if (quad % 2 == 0) {
-                    prefetch_weights(weights + ahead, passing);
-                    prefetch_weights(weights + ahead + 64, passing);
-                }
-                const Bytes wa = quad_of<FORMAT>(weights, planes, quad, table);
-                const Bytes wb = quad_of<FORMAT>(weights + kLanes * 4, planes + kLanes * 4, quad, table);
-                if (quad % 2) weights += kPanel * 4;
+            for (int part = 0; part < kParts; part++) {
+                I32 a[ROWS], b[ROWS];
 #pragma GCC unroll 8
                 for (int m = 0; m < ROWS; m++) {
-                    const int32_t xs = word_at(x + m * pass.cols);
-                    a[m] = dot_quad<FORMAT>(a[m], wa, xs);
-                    b[m] = dot_quad<FORMAT>(b[m], wb, xs);
+                    const int32_t* runs = sums + m * groups * kRuns;
+                    const int32_t sum = zero_of(FORMAT) == 0 ? 0 : kParts == 1 ? group_sum<FORMAT>(runs) : runs[part];
+                    a[m] = b[m] = splat_int(-zero_of(FORMAT) * sum);
                 }
-            }
-            const Scales<FORMAT> of_part(scales);
+#pragma GCC unroll kQuadsUnrolled
+                for (int in_part = 0; in_part < kQuads; in_part++, x += 4) {
+                    const int quad = part * kQuads + in_part;
+                    if (plane_bytes(FORMAT) < group_bytes(FORMAT) && quad % 2 == 0) {
+                        const uint8_t* nibbles = group + plane_bytes(FORMAT) + quad / 2 * kPanel * 4;
+                        prefetch_weights(nibbles + ahead, passing);
+                        prefetch_weights(nibbles + ahead + 64, passing);
+                    }
+                    const Bytes wa = quad_of<FORMAT>(group, quad, table);
+                    const Bytes wb = quad_of<FORMAT>(group + kLanes * 4, quad, table);
 #pragma GCC unroll 8
-            for (int m = 0; m < ROWS; m++) {
-                const int32_t sum = has_min(FORMAT) ? group_sum<FORMAT>(sums + m * groups * kRuns) : 0;
-                of_part.add_to(lo[m], hi[m], to_float(a[m]), to_float(b[m]), scale[m * groups + g], sum);
+                    for (int m = 0; m < ROWS; m++) {
+                        const int32_t xs = word_at(x + m * pass.cols);
+                        a[m] = dot_quad<FORMAT>(a[m], wa, xs);
+                        b[m] = dot_quad<FORMAT>(b[m], wb, xs);
+                    }
+                }
+                ScalesOf<FORMAT> of_part;
+                if constexpr (IS_DECODED) of_part = ScalesOf<FORMAT>::of_floats(decoded), decoded += decoded_floats(FORMAT);
+                else of_part = scales.of(g, part);
+#pragma GCC unroll 8
+                for (int m = 0; m < ROWS; m++) {
+                    const int32_t* runs = sums + m * groups * kRuns;
+                    const int32_t sum = !has_min(FORMAT) ? 0 : kParts == 1 ? group_sum<FORMAT>(runs) : runs[part];
+                    of_part.add_to(lo[m], hi[m], to_float(a[m]), to_float(b[m]), scale[m * groups], sum);
+                }
             }
         }
     }
     store_rows(lo, hi, pass.out);
+}
+
+template <int ROWS, int FORMAT>
+void tile_numbers(const Pass& pass, const Table& table) {
+    multiply_groups<ROWS, FORMAT, false>(pass, 0, pass.cols / kFileGroup, table, nullptr);
 }
 
 // Length in k of a stretch of bf16 products, which Intel's tile unit multiplies in one instruction (bf16_tiles.hpp).
@@ -226,13 +238,19 @@ Tile tile_of_groups(int format) {
         case KVL_INT8: return &tile_bytes<ROWS, KVL_INT8>;
         case KVL_INT8_32: return &tile_bytes<ROWS, KVL_INT8_32>;
         case KVL_INT8_MIN: return &tile_bytes<ROWS, KVL_INT8_MIN>;
-        case KVL_INT4: return &tile_nibbles<ROWS, KVL_INT4>;
-        case KVL_INT5: return &tile_nibbles<ROWS, KVL_INT5>;
-        case KVL_INT6: return &tile_nibbles<ROWS, KVL_INT6>;
-        case KVL_INT2: return &tile_thin<ROWS, KVL_INT2>;
-        case KVL_INT3: return &tile_thin<ROWS, KVL_INT3>;
-        case KVL_FP4_16: return &tile_nibbles<ROWS, KVL_FP4_16>;
-        default: return &tile_nibbles<ROWS, KVL_IQ4>;
+        case KVL_INT1: return &tile_numbers<ROWS, KVL_INT1>;
+        case KVL_INT2: return &tile_numbers<ROWS, KVL_INT2>;
+        case KVL_INT2_256: return &tile_numbers<ROWS, KVL_INT2_256>;
+        case KVL_INT2_K: return &tile_numbers<ROWS, KVL_INT2_K>;
+        case KVL_INT3_K: return &tile_numbers<ROWS, KVL_INT3_K>;
+        case KVL_INT4: return &tile_numbers<ROWS, KVL_INT4>;
+        case KVL_INT4_K: return &tile_numbers<ROWS, KVL_INT4_K>;
+        case KVL_INT5: return &tile_numbers<ROWS, KVL_INT5>;
+        case KVL_INT5_K: return &tile_numbers<ROWS, KVL_INT5_K>;
+        case KVL_INT6_K: return &tile_numbers<ROWS, KVL_INT6_K>;
+        case KVL_TABLE3_IQ2: return &tile_numbers<ROWS, KVL_TABLE3_IQ2>;
+        case KVL_FP4_16: return &tile_numbers<ROWS, KVL_FP4_16>;
+        default: return &tile_numbers<ROWS, KVL_IQ4>;
     }
 }
 
@@ -255,26 +273,5 @@ Tile tile_for(int format, int rows, bool in_pairs = false) {
     if constexpr (ROWS <= kRowsOnce) return tile_of_groups<ROWS>(format);
     return nullptr;
 }
-
-// Divides rows into passes: a single one if there are at most `once` rows, else passes of nearly equal size with at
-// most `many` rows each.
-struct Passes {
-    explicit Passes(int64_t rows, int once, int many)
-        : rows(rows), count(rows <= once ? 1 : (rows + many - 1) / many) {}
-    // `count` passes of nearly equal size; each but the last is a multiple of `block` rows.
-    static Passes of_blocks(int64_t rows, int64_t count, int64_t block) {
-        Passes passes(rows, 1, 1);
-        passes.count = count;
-        passes.block = block;
-        return passes;
-    }
-    int64_t begin(int64_t pass) const { return pass == count ? rows : rows * pass / count / block * block; }
-    int64_t most() const {  // rows of the largest pass
-        int64_t most = 0;
-        for (int64_t pass = 0; pass < count; pass++) most = max_of(most, begin(pass + 1) - begin(pass));
-        return most;
-    }
-    int64_t rows, count, block = 1;
-};
 
 }  // namespace kvl

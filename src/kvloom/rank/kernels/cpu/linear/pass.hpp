@@ -1,8 +1,9 @@
-// A pass over a panel, and what the micro-kernels of all formats with groups share: scales, and quads of weights as bytes.
+// A pass over a panel, and what the micro-kernels of all formats with groups share: sums, and quads of weights as bytes.
 #pragma once
 
 #include "activations/quant.hpp"
 #include "linear/epilogue.hpp"
+#include "linear/scales.hpp"
 
 namespace kvl {
 
@@ -41,6 +42,27 @@ struct Pass {
     }
 };
 
+// Divides rows into passes: a single one if there are at most `once` rows, else passes of nearly equal size with at
+// most `many` rows each.
+struct Passes {
+    explicit Passes(int64_t rows, int once, int many)
+        : rows(rows), count(rows <= once ? 1 : (rows + many - 1) / many) {}
+    // `count` passes of nearly equal size; each but the last is a multiple of `block` rows.
+    static Passes of_blocks(int64_t rows, int64_t count, int64_t block) {
+        Passes passes(rows, 1, 1);
+        passes.count = count;
+        passes.block = block;
+        return passes;
+    }
+    int64_t begin(int64_t pass) const { return pass == count ? rows : rows * pass / count / block * block; }
+    int64_t most() const {  // rows of the largest pass
+        int64_t most = 0;
+        for (int64_t pass = 0; pass < count; pass++) most = max_of(most, begin(pass + 1) - begin(pass));
+        return most;
+    }
+    int64_t rows, count, block = 1;
+};
+
 // A micro-kernel. The table is that of formats that have one.
 using Tile = void (*)(const Pass&, const Table&);
 
@@ -54,56 +76,22 @@ inline I32 total(I32 (&sums)[SUMS]) {
     return sums[0];
 }
 
-// Scales (and minimums) of a group of a panel. add_to adds the group's contribution to a row: scale * (weights . x) +
-// minimum * (sum of x), times the scale of x; a and b are weights . x of channels 0-15 and 16-31. Integer sums are
-// exact, so rounding happens only here.
-template <int FORMAT>
-struct Scales {
-    explicit Scales(const uint16_t* at) : scale_a(load_fp16(at)), scale_b(load_fp16(at + kLanes)) {
-        if constexpr (has_min(FORMAT)) min_a = load_fp16(at + kPanel), min_b = load_fp16(at + kPanel + kLanes);
-    }
-    // KVL_INT2: of run `run` of group `number` of a panel, which is at `group`.
-    Scales(const uint8_t* group, int64_t number, int run) {
-        const auto factor = [&](int which, int lane) {
-            return load_fp16(reinterpret_cast<const uint16_t*>(group + factors_at(number, which)) + lane);
-        };
-        const uint8_t* both = group + kPanel * 2 + run * kPanel;
-        scale_a = mul(factor(0, 0), low_floats(both)), scale_b = mul(factor(0, kLanes), low_floats(both + kLanes));
-        min_a = mul(factor(1, 0), high_floats(both)), min_b = mul(factor(1, kLanes), high_floats(both + kLanes));
-    }
-    explicit Scales(const float* at) : scale_a(load(at)), scale_b(load(at + kLanes)) {
-        if constexpr (has_min(FORMAT)) min_a = load(at + kPanel), min_b = load(at + kPanel + kLanes);
-    }
-    void add_to(F32& lo, F32& hi, F32 a, F32 b, float x_scale, int32_t x_sum) const {
-        const F32 row_scale = splat(x_scale);
-        if constexpr (has_min(FORMAT)) {
-            const F32 row_sum = splat(float(x_sum));
-            lo = fma(fma(a, scale_a, mul(row_sum, min_a)), row_scale, lo);
-            hi = fma(fma(b, scale_b, mul(row_sum, min_b)), row_scale, hi);
-        } else {
-            lo = fma(a, mul(scale_a, row_scale), lo);
-            hi = fma(b, mul(scale_b, row_scale), hi);
-        }
-    }
-    F32 scale_a, scale_b, min_a, min_b;
-};
-
-// KVL_INT8_CHANNEL: scales of the 32 channels of a panel, and the float results of a row's integer sums; vector and
-// tile kernels share it.
-struct ChannelScales {
-    explicit ChannelScales(const uint8_t* panel)
-        : scale_a(load(reinterpret_cast<const float*>(panel))), scale_b(load(reinterpret_cast<const float*>(panel) + kLanes)) {}
-    F32 lo(I32 a, F32 x_scale) const { return mul(to_float(a), mul(scale_a, x_scale)); }
-    F32 hi(I32 b, F32 x_scale) const { return mul(to_float(b), mul(scale_b, x_scale)); }
-    F32 scale_a, scale_b;
-};
-
 // Sum of the activations of a group, from the sums of its runs.
 template <int FORMAT>
 inline int32_t group_sum(const int32_t* runs) {
     int32_t sum = 0;
     for (int r = 0; r < group_size(FORMAT) / run_size(FORMAT); r++) sum += runs[r];
     return sum;
+}
+
+// Sums of rows of earlier columns; null = there are none.
+template <int ROWS>
+inline void load_rows(F32 (&lo)[ROWS], F32 (&hi)[ROWS], const float* from) {
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; m++) {
+        lo[m] = from == nullptr ? splat(0) : load(from + m * kPanel);
+        hi[m] = from == nullptr ? splat(0) : load(from + m * kPanel + kLanes);
+    }
 }
 
 template <int ROWS>
@@ -115,18 +103,40 @@ inline void store_rows(const F32 (&lo)[ROWS], const F32 (&hi)[ROWS], float* out)
     }
 }
 
-// Quad `quad` of a run for 16 channels, from its nibbles (two quads share a byte) and the run's plane of upper bits.
+// Quad `quad` of a group for 16 channels, whose group begins at `group`: 32 k, numbers of fewer than eight bits.
 template <int FORMAT>
-inline Bytes quad_of(const uint8_t* nibbles, const uint8_t* plane, int quad, const Table& table) {
-    const Bytes low = quad % 2 == 0 ? low_nibbles(nibbles) : high_nibbles(nibbles);
-    if constexpr (has_table(FORMAT)) return entries(low, table);
-    if constexpr (FORMAT == KVL_INT5) return with_bits(low, plane, 4 - quad, 0x10);
-    if constexpr (FORMAT == KVL_INT6) return with_bits(low, plane, 4 - 2 * quad, 0x30);
-    return low;
+inline Bytes quad_of(const uint8_t* group, int quad, const Table& table) {
+    constexpr int kBits = number_bits(FORMAT), kRow = kPanel * 4;
+    const uint8_t* plane = group + (has_pairs_of_bits(FORMAT) ? quad / 4 * kRow : 0);
+    if constexpr (kBits == 1) return one_bit(group, quad);
+    if constexpr (kBits == 2) return two_bits(plane, quad % 4 * 2);
+    if constexpr (kBits == 3) {
+        const Bytes numbers = with_bits(two_bits(plane, quad % 4 * 2), group + 2 * kRow, 2 - quad, 4);
+        if constexpr (has_table(FORMAT)) return entries(numbers, table);
+        return numbers;
+    }
+    if constexpr (kBits >= 4) {
+        const uint8_t* nibbles = group + plane_bytes(FORMAT) + quad / 2 * kRow;
+        const Bytes low = quad % 2 == 0 ? low_nibbles(nibbles) : high_nibbles(nibbles);
+        if constexpr (has_table(FORMAT)) return entries(low, table);
+        if constexpr (kBits == 5) return with_bits(low, plane, 4 - quad, 0x10);
+        if constexpr (kBits == 6) return with_bits(low, plane, 4 - quad % 4 * 2, 0x30);
+        return low;
+    }
 }
 
 // Offset that quad_of leaves in the weights of a format; it must be subtracted from them, or from sums of products.
-constexpr int zero_of(int format) { return format == KVL_INT6 ? 32 : has_table(format) ? kByteZero : 0; }
+constexpr int zero_of(int format) {
+    if (has_table(format)) return kByteZero;
+    switch (format) {
+        case KVL_INT6_K: return 32;
+        case KVL_INT3_K: return 4;
+        case KVL_INT1:
+        case KVL_INT2:
+        case KVL_INT2_256: return 1;
+        default: return 0;
+    }
+}
 
 template <int FORMAT>
 inline I32 dot_quad(I32 acc, Bytes weights, int32_t quad) {

@@ -1,12 +1,13 @@
 // Micro-kernels on the tile unit of Intel's processors (AMX): many rows of int8 activations times one panel.
 //
-// A part, which is the weights of a panel that share a scale, is unpacked into two tiles: 16 channels each, one quad of
+// A part, which is the weights of a group that share a scale, is unpacked into two tiles: 16 channels each, one quad of
 // k per tile row. Sums of a part are exact integers and are scaled as in the micro-kernels on vectors, so both give a
 // row the same bits.
 #pragma once
 
 #include "linear/bf16_tiles.hpp"
 #include "linear/channel_tiles.hpp"
+#include "linear/unpacked.hpp"
 #include "linear/way.hpp"
 
 namespace kvl {
@@ -15,71 +16,18 @@ namespace kvl {
 
 // Rows whose float sums stay in vector registers: 24 of the 32; scales and the sums of a part need the others.
 constexpr int kBlockRows = 12;
-// Columns of a panel that are unpacked at a time: 24 KB, half of a first-level cache.
-constexpr int kTileCols = 768;
-
 static_assert(kTileRows % kBlockRows == 0 && kBlockRows <= kRowsBehind);
 
 // Fewest rows for which tiles are used. Fewer rows are faster on vector instructions, which read weights while they
 // multiply instead of unpacking them first (measured in whole steps).
 constexpr int tiles_from(int format) { return is_whole(format) ? kChannelTilesFrom : format == KVL_INT8 || format == KVL_INT8_32 ? 24 : 48; }
 
-// Number of consecutive weights of a channel that share a scale.
-constexpr int part_size(int format) { return has_runs(format) ? kRun : group_size(format); }
-
-// Some groups of a panel, unpacked for the tile unit: weights as signed bytes, scales (and minimums) as floats.
+// Stores weights as signed bytes.
 template <int FORMAT>
-struct Unpacked {
-    static constexpr int kGroup = group_size(FORMAT), kPart = part_size(FORMAT), kParts = kGroup / kPart;
-    static constexpr int kScales = (has_min(FORMAT) ? 2 : 1) * kParts * kPanel;  // and minimums, of a group
-
-    // Unpacks `groups` groups, of which the first is group `first` of a panel and begins at `panel`; returns their end.
-    const uint8_t* fill(const uint8_t* panel, int64_t first, int64_t groups, const Table& table) {
-        for (int64_t g = 0; g < groups; g++, panel += group_bytes(FORMAT)) {
-            for (int at = 0; at < group_bytes(FORMAT); at += 64) prefetch(panel + kPrefetchBytes + at);
-            fill_scales(panel, first + g, scales + g * kScales);
-            fill_weights(panel + scale_bytes(FORMAT), weights + g * kGroup * kPanel, table);
-        }
-        return panel;
-    }
-
-    // Unpacks the scales (and minimums) of the parts of group `number` of a panel.
-    static void fill_scales(const uint8_t* group, int64_t number, float* to) {
-        if constexpr (FORMAT == KVL_INT2) {
-            for (int run = 0; run < kParts; run++, to += 2 * kPanel) {
-                const Scales<FORMAT> of_run(group, number, run);
-                store(to, of_run.scale_a), store(to + kLanes, of_run.scale_b);
-                store(to + kPanel, of_run.min_a), store(to + kPanel + kLanes, of_run.min_b);
-            }
-        } else {
-            for (int i = 0; i < kScales; i += kLanes) store(to + i, load_fp16(reinterpret_cast<const uint16_t*>(group) + i));
-        }
-    }
-
-    // Unpacks the weights of one group; `planes` is where its planes, or without any its weights, begin.
-    static void fill_weights(const uint8_t* planes, int8_t* to, const Table& table) {
-        constexpr int kQuads = kPart / 4, kZero = has_bytes(FORMAT) ? kByteZero : zero_of(FORMAT);
-        const uint8_t* from = planes + plane_bytes(FORMAT);
-        const uint8_t* third = planes + kParts * kPanel * 4;
-        for (int part = 0; part < kParts; part++, planes += kPanel * 4) {
-#pragma GCC unroll 16
-            for (int quad = 0; quad < kQuads; quad++) {
-#pragma GCC unroll 2
-                for (int at = 0; at < kPanel * 4; at += 64, to += 64) {
-                    Bytes bytes;
-                    if constexpr (has_bytes(FORMAT)) bytes = load_bytes(from + at);
-                    else if constexpr (is_thin(FORMAT)) bytes = thin_quad_of<FORMAT>(planes + at, third + at, part * kQuads, quad, table);
-                    else bytes = quad_of<FORMAT>(from + at, planes + at, quad, table);
-                    _mm512_store_si512(to, _mm512_sub_epi8(bytes.v, _mm512_set1_epi8(char(kZero))));
-                }
-                if (has_bytes(FORMAT) || quad % 2) from += kPanel * 4;
-            }
-        }
-    }
-
-    alignas(64) int8_t weights[kTileCols * kPanel];
-    alignas(64) float scales[kTileCols / kGroup * kScales];
-};
+void put_signed(int8_t* to, Bytes weights) {
+    constexpr int kZero = has_bytes(FORMAT) ? kByteZero : zero_of(FORMAT);
+    _mm512_store_si512(to, _mm512_sub_epi8(weights.v, _mm512_set1_epi8(char(kZero))));
+}
 
 // Tiles used to multiply parts: 0 and 1, or in the next part 2 and 3, hold sums; 4 activations; 6 and 7 weights.
 struct PartShapes : TileConfig {
@@ -137,26 +85,22 @@ KVL_IN_TILES inline void end_part(bool is_odd, float* dots) {
 // Multiplies `groups` unpacked groups, from group `first` of the panel on, by the first ROWS <= kBlockRows rows of a
 // pass, and adds the results to `out` (first == 0: stores them).
 template <int ROWS, int FORMAT>
-KVL_IN_TILES void multiply_block(const Pass& pass, int64_t first, int64_t groups, const Unpacked<FORMAT>& unpacked) {
+KVL_IN_TILES void multiply_block(const Pass& pass, int64_t first, int64_t groups, const Unpacked& unpacked) {
     constexpr int kGroup = group_size(FORMAT), kPart = part_size(FORMAT), kParts = kGroup / kPart, kRuns = kGroup / run_size(FORMAT);
-    constexpr int kScales = Unpacked<FORMAT>::kScales / kParts;
+    constexpr int kScales = decoded_floats(FORMAT);
     const int64_t stride = pass.cols / kGroup, parts = groups * kParts;
     const int8_t* x = pass.x.data + pass.row * pass.cols + first * kGroup;
     const float* scale = pass.x.scale + pass.row * stride + first;
     const int32_t* sums = pass.x.sum + (pass.row * stride + first) * kRuns;
     alignas(64) float dots[2][kBlockRows * kPanel];
     F32 lo[ROWS], hi[ROWS];
-#pragma GCC unroll 16
-    for (int m = 0; m < ROWS; m++) {
-        lo[m] = first == 0 ? splat(0) : load(pass.out + m * kPanel);
-        hi[m] = first == 0 ? splat(0) : load(pass.out + m * kPanel + kLanes);
-    }
+    load_rows(lo, hi, first == 0 ? nullptr : pass.out);
     begin_part(false, x, pass.cols, unpacked.weights);
     for (int64_t p = 0; p < parts; p++) {
         const int64_t next = p + 1;
         if (next < parts) begin_part(next % 2, x + next * kPart, pass.cols, unpacked.weights + next * kPart * kPanel);
         end_part(p % 2, dots[p % 2]);
-        const Scales<FORMAT> of_part(unpacked.scales + p * kScales);
+        const auto of_part = ScalesOf<FORMAT>::of_floats(unpacked.scales + p * kScales);
         const int64_t g = p / kParts;
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; m++) {
@@ -174,21 +118,21 @@ KVL_IN_TILES void multiply_block(const Pass& pass, int64_t first, int64_t groups
 // must have room for as many.
 template <int FORMAT>
 KVL_IN_TILES void multiply_panel(const Pass& pass, int rows, const Table& table) {
-    constexpr int64_t kChunk = kTileCols / group_size(FORMAT);
-    Unpacked<FORMAT> unpacked;
+    constexpr int64_t kChunk = kUnpackedCols / group_size(FORMAT);
+    Unpacked unpacked;
     const int64_t groups = pass.cols / group_size(FORMAT);
     const uint8_t* panel = pass.panel;
     PartShapes(part_size(FORMAT)).load();
     for (int64_t g = 0; g < groups; g += kChunk) {
         const int64_t count = groups - g < kChunk ? groups - g : kChunk;
-        panel = unpacked.fill(panel, g, count, table);
+        panel = unpacked.fill<FORMAT>(panel, count, table, put_signed<FORMAT>);
         asm volatile("" ::: "memory");  // compilers do not know what memory tile loads access
         for (int r = 0; r < rows; r += kBlockRows) {
             const Pass block{pass.x, pass.row + r, pass.cols, nullptr, pass.out + r * kPanel};
             if (g + count == groups) pass.ask(r, min_of(r + kBlockRows, rows));
-            if (rows - r <= 4) multiply_block<4>(block, g, count, unpacked);
-            else if (rows - r <= 8) multiply_block<8>(block, g, count, unpacked);
-            else multiply_block<kBlockRows>(block, g, count, unpacked);
+            if (rows - r <= 4) multiply_block<4, FORMAT>(block, g, count, unpacked);
+            else if (rows - r <= 8) multiply_block<8, FORMAT>(block, g, count, unpacked);
+            else multiply_block<kBlockRows, FORMAT>(block, g, count, unpacked);
         }
     }
     pass.finish(0, rows);
@@ -201,11 +145,17 @@ inline void multiply_in_tiles(int format, const Pass& pass, int rows) {
         case KVL_INT8: return multiply_panel<KVL_INT8>(pass, rows, table);
         case KVL_INT8_32: return multiply_panel<KVL_INT8_32>(pass, rows, table);
         case KVL_INT8_MIN: return multiply_panel<KVL_INT8_MIN>(pass, rows, table);
-        case KVL_INT4: return multiply_panel<KVL_INT4>(pass, rows, table);
-        case KVL_INT5: return multiply_panel<KVL_INT5>(pass, rows, table);
-        case KVL_INT6: return multiply_panel<KVL_INT6>(pass, rows, table);
+        case KVL_INT1: return multiply_panel<KVL_INT1>(pass, rows, table);
         case KVL_INT2: return multiply_panel<KVL_INT2>(pass, rows, table);
-        case KVL_INT3: return multiply_panel<KVL_INT3>(pass, rows, table);
+        case KVL_INT2_256: return multiply_panel<KVL_INT2_256>(pass, rows, table);
+        case KVL_INT2_K: return multiply_panel<KVL_INT2_K>(pass, rows, table);
+        case KVL_INT3_K: return multiply_panel<KVL_INT3_K>(pass, rows, table);
+        case KVL_INT4: return multiply_panel<KVL_INT4>(pass, rows, table);
+        case KVL_INT4_K: return multiply_panel<KVL_INT4_K>(pass, rows, table);
+        case KVL_INT5: return multiply_panel<KVL_INT5>(pass, rows, table);
+        case KVL_INT5_K: return multiply_panel<KVL_INT5_K>(pass, rows, table);
+        case KVL_INT6_K: return multiply_panel<KVL_INT6_K>(pass, rows, table);
+        case KVL_TABLE3_IQ2: return multiply_panel<KVL_TABLE3_IQ2>(pass, rows, table);
         case KVL_FP4_16: return multiply_panel<KVL_FP4_16>(pass, rows, table);
         case KVL_INT8_CHANNEL: return multiply_channel_in_tiles(&pass, 1, rows);
         default: return multiply_panel<KVL_IQ4>(pass, rows, table);

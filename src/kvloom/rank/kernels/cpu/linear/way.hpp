@@ -6,7 +6,8 @@
 
 namespace kvl {
 
-constexpr int kTileRows = 516;  // most rows of a pass: a panel is unpacked once for all; a multiple of kBlockRows
+constexpr int kTileRows = 516;  // most rows of a pass that unpacks a panel, once for all; a multiple of kBlockRows
+constexpr int kUnpackFrom = 12;  // fewest rows for which vector instructions unpack one (measured)
 // Most rows of a strip (step/fused.cpp) in formats that need no unpacking: its inputs and outputs then stay in the
 // second-level cache.
 constexpr int kStripRows = 256;
@@ -30,7 +31,7 @@ struct Way {
     void multiply(const Pass* passes, int64_t count, int rows) const;
 
     const int format;
-    const bool is_in_tiles, is_in_pairs;
+    const bool is_in_tiles, is_in_pairs, is_unpacked;
     const Passes passes;
 };
 

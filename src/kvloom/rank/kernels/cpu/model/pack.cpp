@@ -19,87 +19,139 @@ int64_t channel_of(int64_t r, int64_t first, int32_t interleave) {
 // Replaces the bits of `mask`, from `shift` on, of a byte.
 void set_bits(uint8_t& byte, int shift, int mask, int bits) { byte = uint8_t((byte & ~(mask << shift)) | (bits & mask) << shift); }
 
-// Writes the quantised number of weight k of a channel into a group, in any format but bf16.
+// Writes the quantised number of weight k of a channel into a group, whose planes begin at `group`, in any format but bf16.
 void set_number(uint8_t* group, int format, int channel, int k, int number) {
-    uint8_t* planes = group + scale_bytes(format);
-    uint8_t* rest = planes + plane_bytes(format);
-    if (is_thin(format)) {
-        set_bits(planes[plane_offset(format, k, channel)], plane_shift(format, k), 3, number);
-        if (format != KVL_INT2) set_bits(planes[third_offset(k, channel)], k / 4, 1, number >> 2);
-        return;
-    }
+    const int bits = number_bits(format);
+    uint8_t* rest = group + plane_bytes(format);
     if (has_bytes(format)) {
         rest[byte_offset(k, channel)] = uint8_t(number);
         return;
     }
+    uint8_t& plane = group[plane_offset(format, k, channel)];
+    const int shift = plane_shift(format, k);
+    if (bits < 4) {
+        set_bits(plane, shift, bits == 1 ? 1 : 3, number);
+        if (bits == 3) set_bits(group[third_offset(k, channel)], k / 4, 1, number >> 2);
+        return;
+    }
     set_bits(rest[nibble_offset(k, channel)], k % 8 < 4 ? 0 : 4, 15, number);
-    if (high_bits(format) == 0) return;
-    set_bits(planes[plane_offset(format, k, channel)], plane_shift(format, k), (1 << high_bits(format)) - 1, number >> 4);
+    if (bits > 4) set_bits(plane, shift, (1 << (bits - 4)) - 1, number >> 4);
 }
 
 // Reads the number that set_number wrote.
 int number_at(const uint8_t* group, int format, int channel, int k) {
-    const uint8_t* planes = group + scale_bytes(format);
-    const uint8_t* rest = planes + plane_bytes(format);
-    if (is_thin(format)) {
-        const int low = planes[plane_offset(format, k, channel)] >> plane_shift(format, k) & 3;
-        return format == KVL_INT2 ? low : low | (planes[third_offset(k, channel)] >> k / 4 & 1) << 2;
-    }
+    const int bits = number_bits(format);
+    const uint8_t* rest = group + plane_bytes(format);
     if (has_bytes(format)) return rest[byte_offset(k, channel)];
+    const int upper = group[plane_offset(format, k, channel)] >> plane_shift(format, k);
+    if (bits == 3) return (upper & 3) | (group[third_offset(k, channel)] >> k / 4 & 1) << 2;
+    if (bits < 3) return upper & ((1 << bits) - 1);
     const int byte = rest[nibble_offset(k, channel)], nibble = k % 8 < 4 ? byte & 15 : byte >> 4;
-    if (high_bits(format) == 0) return nibble;
-    const int upper = planes[plane_offset(format, k, channel)] >> plane_shift(format, k);
-    return nibble | (upper & ((1 << high_bits(format)) - 1)) << 4;
+    return bits == 4 ? nibble : nibble | (upper & ((1 << (bits - 4)) - 1)) << 4;
 }
 
 // The value of a quantised number, before scale and minimum.
 int level_of(int format, int number) {
     if (has_bytes(format)) return number - 128;
     if (has_table(format)) return table_of(format)[number];
-    return format == KVL_INT6 ? number - 32 : number;
+    switch (format) {
+        case KVL_INT6_K: return number - 32;
+        case KVL_INT3_K: return number - 4;
+        case KVL_INT2:
+        case KVL_INT2_256: return number - 1;
+        case KVL_INT1: return 2 * number - 1;
+        default: return number;
+    }
 }
 
-// Writes scale and minimum of a channel, or the scales of its two runs, into a group; both are fp16.
-void set_halves(uint8_t* group, int channel, uint16_t first, uint16_t second) {
-    std::memcpy(group + channel * 2, &first, 2);
-    std::memcpy(group + kPanel * 2 + channel * 2, &second, 2);
+void set_half(uint8_t* at, int channel, uint16_t half) { std::memcpy(at + channel * 2, &half, 2); }
+float half_at(const uint8_t* at, int channel) {
+    uint16_t half;
+    std::memcpy(&half, at + channel * 2, 2);
+    return fp16_to_float(half);
 }
 
-// int2: scale and minimum of one run of a channel's group, from 0 to 15, and the factor that this group holds.
-void set_run(uint8_t* group, int channel, int run, float scale, float minimum) {
-    group[kPanel * 2 + run * kPanel + channel] = uint8_t(int(scale) | int(minimum) << 4);
+// Scale and minimum of some weights of a channel.
+struct Line {
+    float scale, minimum;
+};
+
+// A pair of 6 bits of a channel and group of a super-block; `pairs`: where those of the block begin.
+void set_pair(uint8_t* pairs, int group, int channel, int first, int second) {
+    pairs[group * kPanel + channel] = uint8_t((first & 15) | (second & 15) << 4);
+    uint8_t& upper = pairs[pair_plane(group, channel)];
+    set_bits(upper, pair_shift(group, 0), 3, first >> 4);
+    set_bits(upper, pair_shift(group, 1), 3, second >> 4);
+}
+int pair_at(const uint8_t* pairs, int group, int channel, int which) {
+    const int low = pairs[group * kPanel + channel] >> 4 * which & 15;
+    return low | (pairs[pair_plane(group, channel)] >> pair_shift(group, which) & 3) << 4;
 }
 
-// Writes scales and minimums of one group, whose first column is k, of a file's row.
+// Scale and minimum of weight k of a block, as its format stores them.
+Line line_at(const uint8_t* block, int format, int channel, int k) {
+    const int group = k / kFileGroup, run = k / kRun;
+    if (!is_super(format)) {
+        const int second = kPanel * 2;
+        if (has_runs(format)) return {half_at(block + run * second, channel), 0};
+        return {half_at(block, channel), has_min(format) ? half_at(block + second, channel) : 0};
+    }
+    const uint8_t* numbers = block + factor_bytes(format);
+    const float factor = half_at(block, channel), minimum_factor = has_min(format) ? half_at(block + kPanel * 2, channel) : 0;
+    if (scaling_of(format) == Scaling::kBytes) return {factor * float(int8_t(numbers[run * kPanel + channel])), 0};
+    if (scaling_of(format) == Scaling::kNibbles) {
+        const int both = numbers[run * kPanel + channel];
+        return {factor * float(both & 15), minimum_factor * float(both >> 4)};
+    }
+    if (has_runs(format)) return {factor * float(pair_at(numbers, group, channel, run % 2) - 32), 0};
+    return {factor * float(pair_at(numbers, group, channel, 0)), minimum_factor * float(pair_at(numbers, group, channel, 1))};
+}
+
+// Weight i of a group of a channel, dequantised; `first`: column of the group in its block.
+float weight_at(const uint8_t* panel, const uint8_t* block, const uint8_t* group, int format, int channel, int first, int i) {
+    if (format == KVL_BF16) return bf16_to_float(reinterpret_cast<const uint16_t*>(group)[bf16_offset(i, channel)]);
+    const float level = float(level_of(format, number_at(group, format, channel, i)));
+    if (is_whole(format)) return level * reinterpret_cast<const float*>(panel)[channel];
+    const Line line = line_at(block, format, channel, first + i);
+    return level * line.scale + line.minimum;
+}
+
+// Writes scales and minimums of the blocks of a file's row.
 struct FileScales {
     const kvl_numbers& from;
     int64_t row, cols, runs = (cols + from.run - 1) / from.run;
 
     float scale(int64_t k) const { return k < cols ? from.scales[row * runs + k / from.run] : 0; }
     float minimum(int64_t k) const { return k < cols && from.minimums != nullptr ? from.minimums[row * runs + k / from.run] : 0; }
-    void set(uint8_t* group, int format, int channel, int64_t k) const {
-        if (format == KVL_INT2) {
-            const bool is_second = k / kFileGroup % 2 == 1;
-            const int64_t at = row * (cols / kFactorRun) + k / kFactorRun;
-            const uint16_t factor = float_to_fp16((is_second ? from.minimum_factors : from.scale_factors)[at]);
-            std::memcpy(group + channel * 2, &factor, 2);
-            for (int run = 0; run < 2; run++) set_run(group, channel, run, scale(k + run * kRun), minimum(k + run * kRun));
-            return;
+    // Of the block whose first column is k.
+    void set(uint8_t* block, int format, int channel, int64_t k) const {
+        if (is_super(format)) return set_super(block, format, channel, k);
+        set_half(block, channel, float_to_fp16(scale(k)));
+        if (has_runs(format)) set_half(block + kPanel * 2, channel, float_to_fp16(scale(k + kRun)));
+        if (has_min(format)) set_half(block + kPanel * 2, channel, float_to_fp16(minimum(k)));
+    }
+    void set_super(uint8_t* block, int format, int channel, int64_t k) const {
+        const int64_t at = row * (cols / kSuper) + k / kSuper;
+        set_half(block, channel, float_to_fp16(from.scale_factors[at]));
+        if (has_min(format)) set_half(block + kPanel * 2, channel, float_to_fp16(from.minimum_factors[at]));
+        uint8_t* numbers = block + factor_bytes(format);
+        const bool in_pairs = scaling_of(format) == Scaling::kPairs, in_nibbles = scaling_of(format) == Scaling::kNibbles;
+        for (int group = 0; in_pairs && group < kSuper / kFileGroup; group++, k += kFileGroup) {
+            if (has_runs(format)) set_pair(numbers, group, channel, int(scale(k)) + 32, int(scale(k + kRun)) + 32);
+            else set_pair(numbers, group, channel, int(scale(k)), int(minimum(k)));
         }
-        const uint16_t first = float_to_fp16(scale(k));
-        if (has_runs(format)) set_halves(group, channel, first, float_to_fp16(scale(k + kRun)));
-        else if (has_min(format)) set_halves(group, channel, first, float_to_fp16(minimum(k)));
-        else std::memcpy(group + channel * 2, &first, 2);
+        for (int run = 0; !in_pairs && run < kSuper / kRun; run++, k += kRun)
+            numbers[run * kPanel + channel] = uint8_t(in_nibbles ? int(scale(k)) | int(minimum(k)) << 4 : int(scale(k)));
     }
 };
 
 void pack_int8(uint8_t* group, int format, int channel, const float* values, int64_t count) {
     const uint16_t scale_bits = float_to_fp16(peak_of(values, count) / 127.0f);
     const float scale = fp16_to_float(scale_bits), inverse = scale > 0 ? 1.0f / scale : 0.0f;
-    std::memcpy(group + channel * 2, &scale_bits, 2);
+    set_half(group, channel, scale_bits);
     for (int k = 0; k < group_size(format); k++) {
         const float value = k < count ? std::nearbyint(values[k] * inverse) : 0.0f;
-        set_number(group, format, channel, k, int(std::clamp(value, -127.0f, 127.0f)) + 128);
+        set_number(group + scale_bytes(format), format, channel, k, int(std::clamp(value, -127.0f, 127.0f)) + 128);
     }
 }
 
@@ -112,10 +164,11 @@ void pack_int4(uint8_t* group, int channel, const float* values, int64_t count) 
     }
     const uint16_t scale_bits = float_to_fp16((high - low) / 15.0f), min_bits = float_to_fp16(low);
     const float scale = fp16_to_float(scale_bits), minimum = fp16_to_float(min_bits);
-    set_halves(group, channel, scale_bits, min_bits);
+    set_half(group, channel, scale_bits);
+    set_half(group + kPanel * 2, channel, min_bits);
     for (int k = 0; k < kFileGroup; k++) {
         const float step = k < count && scale > 0 ? std::nearbyint((values[k] - minimum) / scale) : 0.0f;
-        set_number(group, KVL_INT4, channel, k, int(std::clamp(step, 0.0f, 15.0f)));
+        set_number(group + scale_bytes(KVL_INT4), KVL_INT4, channel, k, int(std::clamp(step, 0.0f, 15.0f)));
     }
 }
 
@@ -129,7 +182,7 @@ void pack_bf16(uint8_t* group, int channel, const float* values, int64_t count) 
 void pack_row(const Linear& linear, int64_t channel, const float* values) {
     uint8_t* group = linear.panel(channel / kPanel);
     const int format = linear.format(channel / kPanel), lane = int(channel % kPanel), size = group_size(format);
-    for (int64_t k = 0; k < linear.padded_cols; k += size, group += group_bytes(format)) {
+    for (int64_t k = 0; k < linear.padded_cols; k += size, group += block_bytes(format)) {
         const int64_t count = std::clamp<int64_t>(linear.cols - k, 0, size);
         if (format == KVL_INT8 || format == KVL_INT8_32) pack_int8(group, format, lane, values + k, count);
         if (format == KVL_INT4) pack_int4(group, lane, values + k, count);
@@ -143,33 +196,16 @@ void pack_numbers(const Linear& linear, int64_t channel, const kvl_numbers& from
     const int format = linear.format(channel / kPanel), lane = int(channel % kPanel);
     const uint8_t* numbers = from.numbers + row * linear.cols;
     const FileScales scales{from, row, linear.cols};
-    uint8_t* group = linear.panel(channel / kPanel) + head_bytes(format);
+    uint8_t* panel = linear.panel(channel / kPanel);
     if (is_whole(format)) {
         const float scale = scales.scale(0);
-        std::memcpy(group - head_bytes(format) + lane * 4, &scale, 4);
+        std::memcpy(panel + lane * 4, &scale, 4);
     }
-    for (int64_t k = 0; k < linear.cols; k += group_size(format), group += group_bytes(format)) {
-        if (!is_whole(format)) scales.set(group, format, lane, k);
+    for (int64_t k = 0; k < linear.cols; k += group_size(format)) {
+        uint8_t *block = block_of(panel, format, k), *group = group_of(block, format, k);
+        if (!is_whole(format) && k % block_size(format) == 0) scales.set(block, format, lane, k);
         for (int i = 0; i < group_size(format) && k + i < linear.cols; i++) set_number(group, format, lane, i, numbers[k + i]);
     }
-}
-
-// Scale and minimum of weight i of a channel in group `number` of a panel.
-struct Line {
-    float scale, minimum;
-};
-Line line_at(const uint8_t* group, int format, int channel, int i, int64_t number) {
-    const auto half = [&](int64_t at) {
-        uint16_t bits;
-        std::memcpy(&bits, group + at + channel * 2, 2);
-        return fp16_to_float(bits);
-    };
-    if (format == KVL_INT2) {
-        const int both = group[kPanel * 2 + i / kRun * kPanel + channel];
-        return {half(factors_at(number, 0)) * float(both & 15), half(factors_at(number, 1)) * float(both >> 4)};
-    }
-    if (has_runs(format)) return {half(i < kRun ? 0 : kPanel * 2), 0};
-    return {half(0), has_min(format) ? half(kPanel * 2) : 0};
 }
 
 // Places a thread's part of every linear in memory, contiguously from `at` on. Returns the end.
@@ -186,22 +222,10 @@ uint8_t* lay_out(kvl_model& model, int thread, uint8_t* at) {
 void read_row(const Linear& linear, int64_t channel, float* out) {
     const int format = linear.format(channel / kPanel), lane = int(channel % kPanel);
     const uint8_t* panel = linear.panel(channel / kPanel);
-    const uint8_t* group = panel + head_bytes(format);
-    for (int64_t g = 0, k = 0; k < linear.cols; g++, group += group_bytes(format)) {
-        const uint16_t* halves = reinterpret_cast<const uint16_t*>(group);
-        for (int i = 0; i < group_size(format) && k < linear.cols; i++, k++) {
-            if (format == KVL_BF16) {
-                out[k] = bf16_to_float(halves[bf16_offset(i, lane)]);
-                continue;
-            }
-            const float level = float(level_of(format, number_at(group, format, lane, i)));
-            if (is_whole(format)) {
-                out[k] = level * reinterpret_cast<const float*>(panel)[lane];
-                continue;
-            }
-            const Line line = line_at(group, format, lane, i, g);
-            out[k] = level * line.scale + line.minimum;
-        }
+    for (int64_t first = 0; first < linear.cols; first += group_size(format)) {
+        const uint8_t *block = block_of(panel, format, first), *group = group_of(block, format, first);
+        const int64_t count = min_of<int64_t>(group_size(format), linear.cols - first);
+        for (int i = 0; i < int(count); i++) out[first + i] = weight_at(panel, block, group, format, lane, int(first % block_size(format)), i);
     }
 }
 
