@@ -77,7 +77,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         spec,
         CheckedWeights(adapted(source, layout, spec), folder),
         embedding,
-        left_out(source.unread(), config, spec.num_layers),
+        left_out(source.unread(), config, spec),
     )
 
 
@@ -88,8 +88,8 @@ def _open_gguf(path: Path) -> Checkpoint:
     config["rope_scaling"] |= gguf_file.rope_factors(file)
     spec = family.spec(config)
     metadata = file.header.metadata
-    has_sections, has_stacks = f"{arch}.rope.dimension_sections" in metadata, gguf_file.has_stacks(file.header)
-    layout = gguf_layout(family, has_sections, has_stacks)
+    has_sections = f"{arch}.rope.dimension_sections" in metadata
+    layout = gguf_layout(family, has_sections, gguf_file.stacking_of(file.header))
     source = gguf_file.GgufSource(file, file_shapes(layout, spec), family.gguf_names)
     return Checkpoint(
         path,
@@ -100,7 +100,7 @@ def _open_gguf(path: Path) -> Checkpoint:
             spec.hidden,
             dense_of_gguf(file, spec.hidden),
         ),
-        left_out(source.unread(), config, spec.num_layers),
+        left_out(source.unread(), config, spec),
     )
 
 

@@ -9,7 +9,7 @@ a state    float32, of every layer that keeps one, for each running sequence
 import math
 from collections.abc import Callable
 
-from kvloom.checkpoints.families.mixers import Attention
+from kvloom.checkpoints.families.mixers import Attention, Shapes
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.quantized.forms import BY_CHANNEL, FORM_BITS
 from kvloom.contract.config import EngineConfig
@@ -20,6 +20,7 @@ SMALL_WEIGHTS = 200_000_000  # of a model that takes at most 400 MB in bfloat16
 UNQUANTISED_FORM = "int8"  # of all other matrices
 _PACKED_BYTES = {"w8a8": 1 + 2 / 64, "w4a8": 0.5 + 4 / 32, "bf16": 2.0}  # of a packed weight, scales included
 _EMBED_BYTES = 2  # bfloat16
+_IN_FILE = ("layer_embed",)  # tables that stay in their file, of which a step reads the rows of its tokens
 _ITEM_BYTES = {"bfloat16": 2, "bf16": 2, "int8": 1}  # else float32's 4
 # Measured with vocabularies of 49,152, 151,936 and 262,144: 24 MiB with the cpu backend, 172 MiB with torch, and 560
 # bytes a token; with a margin.
@@ -80,7 +81,7 @@ def weight_bytes(config: EngineConfig, backend: str, spec: DecoderSpec, form_of:
     kept = weight_format(config, spec, form_of)
     table = spec.vocab_size * spec.hidden
     if kept == STORED:
-        shapes = {name: math.prod(shape) for name, shape in spec.tensor_shapes().items() if len(shape) > 1}
+        shapes = {name: math.prod(shape) for name, shape in _held(spec).items() if len(shape) > 1}
         bits = sum(size * FORM_BITS[form_of(name) or UNQUANTISED_FORM] for name, size in shapes.items())
         return int(bits / 8) + (0 if form_of("embed") else _unquantised_table(spec))
     packed = num_weights(spec) - (0 if spec.tie_embeddings else table)  # the head is packed, the embedding is not
@@ -101,5 +102,10 @@ def _unquantised_table(spec: DecoderSpec) -> int:
 
 
 def num_weights(spec: DecoderSpec) -> int:
-    """How many numbers all tensors of a model have."""
-    return sum(math.prod(shape) for shape in spec.tensor_shapes().values())
+    """How many numbers all tensors of a model have that are held in memory."""
+    return sum(math.prod(shape) for shape in _held(spec).values())
+
+
+def _held(spec: DecoderSpec) -> Shapes:
+    """The tensors that are held in memory."""
+    return {name: shape for name, shape in spec.tensor_shapes().items() if name not in _IN_FILE}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvloom.checkpoints.families.expert_layers import Stacking
 from kvloom.checkpoints.families.values import count
 from kvloom.checkpoints.gguf_parts import open_parts
 from kvloom.checkpoints.gguf_types import GGUF_TYPES
@@ -20,7 +21,14 @@ from kvloom.checkpoints.unread import is_harmless
 from kvloom.contract.errors import ModelError
 
 KINDS = (*WIDE, *BLOCK_KINDS)
-TOP_NAMES = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
+TOP_NAMES = {
+    "embed": "token_embd.weight",
+    "norm": "output_norm.weight",
+    "head": "output.weight",
+    "layer_embed": "per_layer_token_embd.weight",
+    "layer_mix": "per_layer_model_proj.weight",
+    "layer_mix_norm": "per_layer_proj_norm.weight",
+}
 LAYER_NAMES = {
     "attn_norm": "attn_norm.weight",
     "q": "attn_q.weight",
@@ -70,6 +78,15 @@ LAYER_NAMES = {
     "shared_down": "ffn_down_shexp.weight",
     "shared_router": "ffn_gate_inp_shexp.weight",
     "router_correction": "exp_probs_b.bias",
+    "router_norm": "ffn_gate_inp.scale",
+    "gate_up_experts": "ffn_gate_up_exps.weight",
+    "experts_norm": "pre_ffw_norm_2.weight",
+    "dense_post_norm": "post_ffw_norm_1.weight",
+    "experts_post_norm": "post_ffw_norm_2.weight",
+    "input_gate": "inp_gate.weight",
+    "input_out": "proj.weight",
+    "input_post_norm": "post_norm.weight",
+    "scalar": "layer_output_scale.weight",
 }
 _TOLD_BY_TENSORS = {  # what a configuration of a folder says
     "attention_bias": "blk.0.attn_q.bias",
@@ -91,9 +108,11 @@ def file_name(name: str, own: Mapping[str, str] = _NO_NAMES) -> str:
     return f"blk.{index}.{own.get(part) or LAYER_NAMES[part]}"
 
 
-def has_stacks(header: Header) -> bool:
-    """Whether all experts of a layer are one tensor; in files of 2023 and early 2024 each is one of its own."""
-    return not any(_OWN_EXPERT.fullmatch(name) for name in header.tensors)
+def stacking_of(header: Header) -> Stacking:
+    """How a file holds experts; in files of 2023 and early 2024 each is a tensor of its own."""
+    if any(name.endswith(LAYER_NAMES["gate_up_experts"]) for name in header.tensors):
+        return "gate_up"
+    return "" if any(_OWN_EXPERT.fullmatch(name) for name in header.tensors) else "parts"
 
 
 def config_of(header: Header, file: str) -> tuple[str, dict[str, Any]]:
@@ -112,10 +131,9 @@ def config_of(header: Header, file: str) -> tuple[str, dict[str, Any]]:
     config["rope_scaling"] = _rope_scaling(arch, metadata)
     if arch == "bert":
         config |= _unsaid_by_encoders(header)
-    kv_heads = config.get("num_key_value_heads")
-    if isinstance(kv_heads, list) and len(set(kv_heads) - {0}) == 1:  # 0 where a layer has no attention
-        config["recurrent_layers"] = [not count for count in kv_heads]
-        config["num_key_value_heads"] = max(kv_heads)
+    if arch == "gemma4":
+        has = {part: {name for name in header.tensors if name.endswith(f".attn_{part}.weight")} for part in "kv"}
+        config["attention_k_eq_v"] = len(has["v"]) < len(has["k"])
     config["mamba_conv_bias"] = any(name.endswith(LAYER_NAMES["conv_bias"]) for name in header.tensors)
     config["mamba_rms_norm"] = any(name.endswith(LAYER_NAMES["out_norm"]) for name in header.tensors)
     if arch in ("granite", "granitemoe", "granitehybrid"):
@@ -205,6 +223,7 @@ class GgufSource:
     ) -> None:
         """shapes: adapted.file_shapes; names: of a layer's tensors, where they are not LAYER_NAMES."""
         self._file, self._shapes, self._names = file, shapes, names
+        self._keys = {file_name(name, names) for name in shapes}
         for name, shape in self._shapes.items():
             key = file_name(name, names)
             if key not in file.header.tensors:
@@ -222,8 +241,7 @@ class GgufSource:
 
     def unread(self) -> list[str]:
         """See SafetensorsSource."""
-        read = {file_name(name, self._names) for name in self._shapes}
-        read |= {_scale_name(key) for key in read}
+        read = self._keys | {_scale_name(key) for key in self._keys}
         return [key for key in self._file.header.tensors if key not in read and not is_harmless(key)]
 
     def form(self, name: str) -> str:
@@ -242,7 +260,7 @@ class GgufSource:
         one for each matrix. Raises ModelError.
         """
         name, file = _scale_name(key), self._file
-        if name not in file.header.tensors:
+        if name not in file.header.tensors or name in self._keys:
             return (1.0,)
         found, counts = file.header.tensors[name].shape, {(1,), shape[:1]} if len(shape) > 2 else {(1,)}
         if found not in counts or file.kind(name) != "f32":

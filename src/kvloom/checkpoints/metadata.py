@@ -37,6 +37,7 @@ _MAX_ITEMS = (
     1 << 23
 )  # of all arrays of a file: tokens, scores, types and merges of the largest vocabularies are 2 million
 _MAX_DIMS = 8
+_MAX_LAYERS = 1 << 12
 _MAX_ALIGNMENT = 1 << 20
 CONFIG_KEYS = {  # Hugging Face's names -> GGUF's, behind the architecture's name
     "hidden_size": "embedding_length",
@@ -87,6 +88,9 @@ CONFIG_KEYS = {  # Hugging Face's names -> GGUF's, behind the architecture's nam
     "conv_L_cache": "shortconv.l_cache",
     "full_attention_interval": "full_attention_interval",
     "recurrent_layers": "attention.recurrent_layers",
+    "head_dim_swa": "attention.key_length_swa",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
 }
 _HAS_WINDOW = ("gemma2", "gemma-embedding", "gpt-oss")  # also where the file does not say so
 _NONE_IF_ZERO = (  # where converters write 0 to say that the model has none
@@ -118,7 +122,7 @@ class Header:
 
 
 def config_keys(arch: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration, in Hugging Face's key names, as far as it is in single values. What the file leaves unsaid is
+    """The configuration, in Hugging Face's key names. What the file leaves unsaid is
     what llama.cpp takes it for; None where the model has none of what others of its family have.
     """
     heads, hidden = (metadata.get(f"{arch}.{name}") for name in ("attention.head_count", "embedding_length"))
@@ -131,6 +135,9 @@ def config_keys(arch: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     widths = said.get("intermediate_size")
     if isinstance(widths, list) and len(set(widths) - {0}) <= 1:  # 0 where a layer has no MLP
         said |= {"mlp_layers": [width > 0 for width in widths], "intermediate_size": max(widths, default=0)}
+    kv_heads = said.get("num_key_value_heads")
+    if isinstance(kv_heads, list) and len(set(kv_heads) - {0}) == 1:  # 0 where a layer has no attention
+        said |= {"recurrent_layers": [not count for count in kv_heads], "num_key_value_heads": max(kv_heads)}
     layers, guessing = said.get("num_hidden_layers"), said.get("num_nextn_predict_layers")
     if isinstance(layers, int) and isinstance(guessing, int):
         said["num_hidden_layers"] = layers - guessing  # the last ones guess further tokens
@@ -157,7 +164,11 @@ def read_shape(path: Path) -> tuple[str, dict[str, Any]]:
                     break  # files name the shape first
                 reader.skip_items(*reader.last_array)
             elif kind == ARRAY:
-                reader.skip_items(*reader.array_size())
+                item, size = reader.array_size()
+                if item in FORMATS and size <= _MAX_LAYERS:  # one for each layer
+                    found[key] = reader.numbers(item, size)
+                else:
+                    reader.skip_items(item, size)
             else:
                 found[key] = reader.scalar(kind)
     arch = found.get("general.architecture")
@@ -315,11 +326,15 @@ class _Reader:
             return key, self.scalar(kind)
         item, count = self.array_size()
         if item in FORMATS:
-            form = f"<{count}{FORMATS[item]}"
-            return key, list(struct.unpack(form, self._take(struct.calcsize(form))))
+            return key, self.numbers(item, count)
         if item != STRING:
             raise _Damage(f"value type {item} is not known")
         return key, self.texts(count, has_texts)
+
+    def numbers(self, kind: int, count: int) -> list[Any]:
+        """The items of an array."""
+        form = f"<{count}{FORMATS[kind]}"
+        return list(struct.unpack(form, self._take(struct.calcsize(form))))
 
     def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dims = self.text(), self.number("I")

@@ -4,8 +4,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvloom.checkpoints.families.spec import DecoderSpec
+
 _MOST_NAMED = 3
-_LAYER = re.compile(r"(?:model\.layers|blk)\.(\d+)\.")
+_LAYER = re.compile(r"(?:\blayers|^blk)\.(\d+)\.")
+_KEYS = re.compile(r"self_attn\.[kv]_(proj|norm)\.|attn_[kv](_norm)?\.")
 _HARMLESS = re.compile(
     r"(.*\.)?(rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)|attn\.masked_bias|position_ids"
     r"|weight_shape|(input|output|activation|[qkv])_(global_)?(scale|zero_point))"  # buffers; notes, activations
@@ -21,12 +24,21 @@ def is_harmless(name: str) -> bool:
     return _HARMLESS.fullmatch(name) is not None
 
 
-def left_out(names: Sequence[str], config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
-    """`names` without those of further layers that guess tokens, if the configuration says that there are some."""
-    if not config.get("num_nextn_predict_layers"):
-        return tuple(names)
-    layers = ((name, _LAYER.match(name)) for name in names)
-    return tuple(name for name, layer in layers if layer is None or int(layer[1]) < num_layers)
+def left_out(names: Sequence[str], config: Mapping[str, Any], spec: DecoderSpec) -> tuple[str, ...]:
+    """`names` without those of further layers that guess tokens, if the configuration says that there are some, and
+    without keys and values of layers that read another layer's.
+    """
+    sharing = {index for index, mixer in spec.attention if mixer.keys_of is not None}
+    end = spec.num_layers if config.get("num_nextn_predict_layers") else None
+
+    def is_known(name: str) -> bool:
+        layer = _LAYER.search(name)
+        if layer is None:
+            return False
+        index, part = int(layer[1]), name[layer.end() :]
+        return (end is not None and index >= end) or (index in sharing and _KEYS.match(part) is not None)
+
+    return tuple(name for name in names if not is_known(name))
 
 
 def told(names: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from kvloom.checkpoints.quantized.scheme import Scheme
 from kvloom.checkpoints.source import RawTensor, Tensor
 from kvloom.rank.kernels.backend import Backend, Head, Ints, Ragged
 
+from .gemma4 import GEMMA4
 from .hybrids import HYBRIDS
 from .specs import Plan, rope_of, tiny_spec
 
@@ -100,7 +101,7 @@ SPECS |= {
 }
 
 
-SPECS |= HYBRIDS
+SPECS |= HYBRIDS | GEMMA4
 
 
 @dataclass
@@ -136,7 +137,10 @@ def random_weights(spec: DecoderSpec, seed: int = 0) -> MemoryWeights:
         elif name.endswith("router_correction"):  # decides alone, for the same reason
             values[name] = noise * 3
         elif name.endswith(".router"):  # large, so that rounding changes no choice of experts
-            values[name] = noise * 4 * shape[-1] ** -0.5
+            is_small = spec.experts is not None and spec.experts.has_dense  # what it reads is divided by sqrt(hidden)
+            values[name] = noise * 4 * (1 if is_small else shape[-1] ** -0.5)
+        elif name.endswith(".scalar"):
+            values[name] = 1 + 0.2 * noise
         else:
             values[name] = noise * (0.3 if len(shape) == 1 else shape[-1] ** -0.5)
     return MemoryWeights(values)

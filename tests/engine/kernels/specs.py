@@ -1,5 +1,6 @@
 """Shapes of tiny models, layer by layer."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -16,6 +17,8 @@ class Plan(NamedTuple):
     is_gated: bool = False
     recurrent: Recurrent | None = None  # in place of attention
     branches: Literal["two", "mixer", "mlp", "three"] = "two"  # mixer, and attention beside it if three, and MLP
+    own: Mapping[str, object] = {}  # fields of its attention that differ
+    intermediate: int | None = None
 
 
 def tiny_spec(
@@ -34,7 +37,7 @@ def tiny_spec(
     sizes = Attention(heads, kv_heads, head_dim)
 
     def layer(plan: Plan) -> Layer:
-        attention = replace(sizes, rope=plan.rope, window=plan.window, is_gated=plan.is_gated)
+        attention = replace(sizes, rope=plan.rope, window=plan.window, is_gated=plan.is_gated, **plan.own)
         has_both, has_mixer = plan.branches == "three", plan.branches != "mlp"
         mixer = attention if has_both or plan.recurrent is None else plan.recurrent
         return Layer(
@@ -42,6 +45,7 @@ def tiny_spec(
             plan.has_experts,
             plan.branches != "mixer",
             plan.recurrent if has_both else None,
+            plan.intermediate,
         )
 
     return DecoderSpec(family, hidden, intermediate, vocab, 2048, tuple(map(layer, plans)), 1e-5, True, **switches)

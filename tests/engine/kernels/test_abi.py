@@ -11,6 +11,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "kvl_shape": cpu_abi.Shape,
     "kvl_instruction": cpu_abi.Instruction,
     "kvl_mixture": cpu_abi.Mixture,
+    "kvl_attention": cpu_abi.AttentionShape,
     "kvl_delta_rule": cpu_abi.DeltaRuleShape,
     "kvl_short_conv": cpu_abi.ShortConvShape,
     "kvl_convolution": cpu_abi.Convolution,

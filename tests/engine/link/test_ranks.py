@@ -52,7 +52,7 @@ def answers(config: EngineConfig) -> tuple[list[list[int]], list[float]]:
     return [[token for delta in found[request.id] for token in delta.token_ids] for request in requests], values
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2 moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2 moe", "gpt-oss", "gemma4, shared keys and inputs of layers"])
 def test_two_ranks_give_the_tokens_of_one(tmp_path, name, request):
     if name == "llama":
         request.getfixturevalue("really_started")

@@ -16,7 +16,7 @@ from kvloom.checkpoints.gguf_types import GGUF_TYPES
 from kvloom.checkpoints.quantized.numbers import LEVELS
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels.reference import ReferenceBackend
-from tests.support.models import delta_gguf, mamba_gguf
+from tests.support.models import delta_gguf, gemma4_gguf, mamba_gguf
 from tests.support.models.checkpoints import run_step, tiny_model
 
 TOKENS = [5, 9, 1, 77, 30, 2, 2, 101]
@@ -73,16 +73,16 @@ NAMES = {
 PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid")
 STATES = ("conv", "linear_attention", "mlp", "moe")  # kinds of layers without attention
 EPSILONS = ("norm_eps", "rms_norm_eps", "layer_norm_epsilon")
-GEMMA = ("gemma", "gemma2", "gemma3", "gemma-embedding")
+GEMMA = ("gemma", "gemma2", "gemma3", "gemma-embedding")  # files have one more in the weights of norms
 
 
 _NEVER_QUANTISED = ("router", "mlp.gate.", "bias", "conv1d")
 
 
 def gguf_name(key: str, arch: str = "llama") -> str:
-    if arch in (*GEMMA[1:], "olmo2", "gpt-oss", "exaone4", "seed_oss", "glm4moe", *delta_gguf.ARCHITECTURES):
+    if arch in (*GEMMA[1:], "gemma4", "olmo2", "gpt-oss", "exaone4", "seed_oss", "glm4moe", *delta_gguf.ARCHITECTURES):
         key = key.replace("post_attention_layernorm", "post_attention_norm")
-    for theirs, ours in NAMES.items():
+    for theirs, ours in (gemma4_gguf.NAMES | NAMES if arch == "gemma4" else NAMES).items():
         key = key.replace(theirs, ours)
     return key.replace("model.layers.", "blk.")
 
@@ -102,7 +102,7 @@ def tensors_of(model: Any, arch: str) -> Iterator[tuple[str, np.ndarray[Any, Any
         if ".mamba." in key or ".shared_mlp." in key:
             yield from mamba_gguf.converted(model.config, key, data)
             continue
-        if ".experts." not in key:
+        if ".experts." not in key or arch == "gemma4":
             yield key, data[:, 0] if key.endswith("conv.conv.weight") else data
             continue
         layer, end = key.split(".")[2], "bias" if key.endswith("bias") else "weight"
@@ -126,26 +126,35 @@ def widths_of(model: Any) -> int | list[int]:
     return adjusted[0] if adjusted else config.intermediate_size
 
 
+def sizes_of(model: Any, arch: str) -> dict[str, Any]:
+    """What files of all architectures say."""
+    config, ropes = model.config, getattr(model.config, "rope_parameters", None) or {"rope_theta": 1e4}
+    eps = "attention__layer_norm_epsilon" if arch.startswith("nemotron") else "attention__layer_norm_rms_epsilon"
+    own: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": widths_of(model),
+        "attention__head_count": config.num_attention_heads,
+        eps: next(getattr(config, key) for key in EPSILONS if hasattr(config, key)),
+        "rope__freq_base": ropes.get("full_attention", ropes)["rope_theta"],
+    }
+    if arch == "gemma4":
+        return own
+    counts = [config.num_key_value_heads * (kind not in STATES) for kind in getattr(config, "layer_types", None) or []]
+    is_hybrid = 0 in counts and arch not in delta_gguf.ARCHITECTURES
+    own["attention__head_count_kv"] = counts if is_hybrid else config.num_key_value_heads
+    return own | ({"attention__key_length": config.head_dim} if getattr(config, "head_dim", None) else {})
+
+
 def write(path: Path, model: Any, arch: str, quantised: str | None = None, **metadata: Any) -> Path:
     """Writes a transformers model as a GGUF file; matrices have block type `quantised` where it fits."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
-    if f"{arch}__block_count" not in metadata:
-        writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(widths_of(model))
-    writer.add_head_count(config.num_attention_heads)
-    kinds = getattr(config, "layer_types", None) or []
-    counts = [config.num_key_value_heads * (kind not in STATES) for kind in kinds]
-    is_hybrid = 0 in counts and arch not in delta_gguf.ARCHITECTURES
-    writer.add_head_count_kv(counts if is_hybrid else config.num_key_value_heads)
-    eps = next(getattr(config, key) for key in EPSILONS if hasattr(config, key))
-    (writer.add_layer_norm_eps if arch.startswith("nemotron") else writer.add_layer_norm_rms_eps)(eps)
-    ropes = getattr(config, "rope_parameters", None) or {"rope_theta": 1e4}
-    writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
-    if getattr(config, "head_dim", None):
-        writer.add_key_length(config.head_dim)
+    if arch == "gemma4":
+        metadata = gemma4_gguf.metadata_of(config) | metadata
+        writer.add_tensor("rope_freqs.weight", gemma4_gguf.rope_divisors(config))
+    metadata = {f"{arch}__{key}": value for key, value in sizes_of(model, arch).items()} | metadata
     if arch in delta_gguf.ARCHITECTURES:
         metadata = delta_gguf.metadata_of(config, arch) | metadata
     if arch in mamba_gguf.ARCHITECTURES:

@@ -1,5 +1,6 @@
 """What files leave unsaid: a GGUF file as llama.cpp reads it, a folder as transformers does."""
 
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ FOLDERS = [name for name in FAMILIES if name.endswith("ForCausalLM") and name no
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_that_says_only_its_sizes_is_what_transformers_makes_of_it(name: str):
-    of_text = name.startswith(("Gemma3", "Qwen3_5"))
+    of_text = name.startswith(("Gemma3", "Gemma4", "Qwen3_5"))
     kind = name.replace("ForCausalLM", "TextConfig" if of_text else "Config")
     theirs = getattr(transformers, kind)(**BARE)
     spec = FAMILIES[name].spec(BARE)
@@ -130,12 +131,16 @@ def test_a_folder_that_says_only_its_sizes_is_what_transformers_makes_of_it(name
     if name not in ("GptOssForCausalLM", "Ministral3ForCausalLM"):  # silent, they have YaRN there; no file is
         for index, mixer in spec.attention:
             assert mixer.rope is None or mixer.rope.inv_freq[1] == pytest.approx(thetas[index] ** (-2 / mixer.rope.dim))
-    head_dim = getattr(theirs, "head_dim", None) or 1024 // 32
-    for _, mixer in spec.attention:
-        assert (mixer.num_kv_heads, mixer.head_dim) == (theirs.num_key_value_heads, head_dim)
+    of_layers = theirs.per_layer_config if name.startswith("Gemma4") else [theirs] * 8
+    for index, mixer in spec.attention:
+        own = of_layers[index]
+        head_dim = getattr(own, "head_dim", None) or 1024 // 32
+        assert (mixer.num_kv_heads, mixer.head_dim) == (own.num_key_value_heads, head_dim)
     assert spec.norm_eps == (theirs.norm_eps if name.startswith("Lfm2") else theirs.rms_norm_eps)
     assert spec.max_seq_len == theirs.max_position_embeddings
     assert spec.tie_embeddings == theirs.tie_word_embeddings
+    inputs = (getattr(theirs, key, 0) for key in ("hidden_size_per_layer_input", "vocab_size_per_layer_input"))
+    assert ((0, 0) if spec.layer_inputs is None else astuple(spec.layer_inputs)) == tuple(inputs)
 
 
 @pytest.mark.parametrize("fields", [{"conv_bias": True}, {"use_expert_bias": False}])

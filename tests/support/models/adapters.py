@@ -68,7 +68,7 @@ def merged(values: Mapping[str, torch.Tensor], folder: Path, scales: Mapping[str
     result = dict(values)
     for name, value in values.items():
         part = name.rsplit(".", 1)[-1]
-        if name.startswith("layers.") and part in PARTS:
+        if name.startswith("layers.") and ".experts." not in name and part in PARTS:
             at = f"base_model.model.model.layers.{name.split('.')[1]}.{PARTS[part]}"
             if f"{at}.lora_A.weight" in tensors:
                 a, b = tensors[f"{at}.lora_A.weight"].double(), tensors[f"{at}.lora_B.weight"].double()

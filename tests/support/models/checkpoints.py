@@ -243,6 +243,49 @@ TINY_MODELS |= {
     ),
     "falcon h1, norms": ("FalconH1", {**FALCON, "mamba_rms_norm": True, "tie_word_embeddings": True}),
 }
+GEMMA4 = {"head_dim": 32, "global_head_dim": 64, "sliding_window": 7, "hidden_size_per_layer_input": 0, **TIED}
+INPUTS = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 128}
+TINY_MODELS |= {
+    "gemma4, shared keys and inputs of layers": (  # as E2B and E4B
+        "Gemma4Text",
+        {
+            **GEMMA4,
+            **INPUTS,
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "layer_types": [LOCAL, LOCAL, FULL, LOCAL, LOCAL, FULL],
+        },
+    ),
+    "gemma4, values from keys": (  # as 31B
+        "Gemma4Text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 3,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "layer_types": [LOCAL, FULL, FULL],
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4, unified": (
+        "Gemma4UnifiedText",
+        {"head_dim": 32, "global_head_dim": 64, "sliding_window": 7, "layer_types": [LOCAL, FULL], **TIED},
+    ),
+    "gemma4, experts beside an MLP": (  # as 26B-A4B
+        "Gemma4Text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 7,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
+}
 VOCAB_SIZE = 128
 BASE = {
     "hidden_size": 64,
@@ -275,7 +318,9 @@ def tiny_model(name: str, **fields: Any) -> transformers.PreTrainedModel:
             torch.nn.init.normal_(parameter)
         elif ".experts." in key or ".router." in key or ".gate.weight" in key:
             torch.nn.init.normal_(parameter, std=BASE["initializer_range"])  # transformers initialises some to zero
-        elif key.endswith("norm.weight"):
+        elif key.endswith("layer_scalar"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif key.endswith(("norm.weight", "norm_1.weight", "norm_2.weight")):
             parameter.data += 0.2 * torch.randn_like(parameter)
     return model
 

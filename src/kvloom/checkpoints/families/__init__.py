@@ -6,6 +6,7 @@ from kvloom.checkpoints.families.known.ernie import ERNIE, ERNIE_MOE
 from kvloom.checkpoints.families.known.exaone import EXAONE4
 from kvloom.checkpoints.families.known.falcon_h1 import FALCON_H1, FALCON_H1_GGUF
 from kvloom.checkpoints.families.known.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
+from kvloom.checkpoints.families.known.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from kvloom.checkpoints.families.known.glm import GLM, GLM4, GLM4_MOE
 from kvloom.checkpoints.families.known.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_GGUF, GRANITE_SHARED
 from kvloom.checkpoints.families.known.granite_hybrid import GRANITE_HYBRID, GRANITE_HYBRID_GGUF
@@ -50,6 +51,10 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3,  # its text part; the vision part is not read
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4ForConditionalGeneration": GEMMA4,  # the same, and without its part for sound
+    "Gemma4UnifiedForCausalLM": GEMMA4_UNIFIED,
+    "Gemma4UnifiedForConditionalGeneration": GEMMA4_UNIFIED,  # the same
     "Phi3ForCausalLM": PHI3,
     "GraniteForCausalLM": GRANITE,
     "Olmo2ForCausalLM": OLMO2,
@@ -100,6 +105,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "gemma-embedding": GEMMA_EMBEDDING,
+    "gemma4": GEMMA4,
     "phi3": PHI3,
     "granite": GRANITE,
     "olmo2": OLMO2,

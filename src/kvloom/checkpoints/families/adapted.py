@@ -38,14 +38,14 @@ _PLAIN_NORM = "out_norm"  # has no offset in any file
 @dataclass(frozen=True, slots=True)
 class FileLayout:
     """How files hold a family's tensors. `fused`: see Family; `interleaved`: q and k have rotary partners side by side;
-    `is_packed`: experts in MXFP4, as in gpt-oss's folders.
+    gpt-oss's folders have experts in MXFP4, Gemma 4's a scale for each.
     """
 
     fused: tuple[str, ...]
     norm_offset: float
     stacking: Stacking
     interleaved: bool
-    is_packed: bool = False
+    experts: str = ""  # see stacked_shapes
     has_log_decay: bool = False
     factors: Factors = field(default_factory=dict)
 
@@ -66,20 +66,20 @@ def folder_layout(family: Family, scheme: Scheme | None, names: Iterable[str], c
         raise ModelError(f"quantization_config is not supported by {family.name}, whose multipliers are in its weights")
     factors = family.factors({**family.defaults, **config}) if family.factors else {}
     has_log_decay = family.recurrent is not None
-    return FileLayout(family.fused, family.norm_offset, stacking, family.interleaved, is_packed, has_log_decay, factors)
+    has_scales = family.mixture is not None and family.mixture.has_dense
+    experts = "packed" if is_packed else "scaled" if has_scales else ""
+    return FileLayout(family.fused, family.norm_offset, stacking, family.interleaved, experts, has_log_decay, factors)
 
 
-def gguf_layout(family: Family, has_sections: bool, has_stacks: bool = True) -> FileLayout:
-    """`has_sections`: the file divides a head among time, height and width, which llama.cpp does in halves alone.
-    `has_stacks`: all experts of a layer are one tensor.
-    """
+def gguf_layout(family: Family, has_sections: bool, stacking: Stacking = "parts") -> FileLayout:
+    """`has_sections`: the file divides a head among time, height and width, which llama.cpp does in halves alone."""
     interleaved = (family.interleaved or family.permuted_gguf) and not has_sections
-    return FileLayout(family.fused, 0.0, "parts" if has_stacks else "", interleaved)
+    return FileLayout(family.fused, 0.0, stacking, interleaved)
 
 
 def file_shapes(layout: FileLayout, spec: DecoderSpec) -> Shapes:
     """Shapes of the tensors in a file, by canonical name, or by that of a fused or stacked tensor."""
-    shapes = stacked_shapes(spec.tensor_shapes(), spec, layout.stacking, layout.is_packed)
+    shapes = stacked_shapes(spec.tensor_shapes(), spec, layout.stacking, layout.experts)
     for index in range(spec.num_layers):
         for whole in layout.fused:
             names = [f"layers.{index}.{part}" for part in _WHOLES[whole]]
@@ -92,7 +92,7 @@ def file_shapes(layout: FileLayout, spec: DecoderSpec) -> Shapes:
 def adapted(source: WeightSource, layout: FileLayout, spec: DecoderSpec) -> WeightSource:
     """A source of the spec's tensors over `source`, which has the tensors of file_shapes."""
     if spec.experts and layout.stacking:
-        source = StackedExperts(source, spec, layout.stacking, layout.is_packed)
+        source = StackedExperts(source, spec, layout.stacking, layout.experts)
     if layout.fused or layout.norm_offset or layout.has_log_decay:
         source = FamilyWeights(source, spec, layout)
     return HalvedHeads(source, spec) if layout.interleaved else source

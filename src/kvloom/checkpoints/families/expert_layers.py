@@ -29,6 +29,7 @@ class Mixture:
     scores: Literal["softmax", "sigmoid"] = "softmax"
     has_correction: bool = False
     is_optional: bool = False  # files of dense models may state 0 experts
+    has_dense: bool = False  # see Experts
 
 
 def experts_of(config: Mapping[str, Any], mixture: Mixture, num_layers: int) -> Experts | None:
@@ -66,6 +67,7 @@ def experts_of(config: Mapping[str, Any], mixture: Mixture, num_layers: int) -> 
         groups=groups,
         kept_groups=kept,
         scale=positive(config, "routed_scaling_factor", 1.0),
+        has_dense=mixture.has_dense,
     )
 
 

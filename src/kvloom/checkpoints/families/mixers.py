@@ -34,7 +34,7 @@ class Attention:
     num_heads / num_kv_heads query heads.
 
     With `keys_of` a layer has no keys and values: its queries meet those of the layer of that number, before it, which
-    has as many KV heads of the same sizes.
+    has as many KV heads of the same sizes. With `values_are_keys` values are what `k` gives, before norm and rotation.
     """
 
     num_heads: int
@@ -45,6 +45,7 @@ class Attention:
     is_gated: bool = False  # each channel of its output is multiplied by the sigmoid of a channel of `q_gate`
     own_value_dim: int | None = None  # of a value; None = head_dim
     keys_of: int | None = None
+    values_are_keys: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -74,7 +75,9 @@ class Attention:
     def linears(self, hidden: int) -> Shapes:
         """Its matrices, [out, in]."""
         gate = {"q_gate": (self.out_size, hidden)} if self.is_gated else {}
-        kv = {} if self.keys_of is not None else {"k": (self.k_size, hidden), "v": (self.v_size, hidden)}
+        kv = {} if self.keys_of is not None else {"k": (self.k_size, hidden)}
+        if kv and not self.values_are_keys:
+            kv["v"] = (self.v_size, hidden)
         return {"q": (self.q_size, hidden), **kv, **gate, "o": (hidden, self.out_size)}
 
 

@@ -25,19 +25,26 @@ def layers_of(config: Mapping[str, Any], sizes: Attention, max_seq_len: int) -> 
     `window_needs_switch`: sliding_window only counts if use_sliding_window is true; `rope_local_unscaled`: rope_scaling
     does not apply to layers with a window; `rope_truncate`: YaRN's truncate if rope_scaling has none;
     `rope_in_windows`: where some layers have a window, the others have no rotary embedding; `rope_own_fields`: of
-    rope_parameters, that the family reads.
+    rope_parameters, that the family reads; `global_head_dim`, `num_global_key_value_heads`: of layers without a window.
 
     Raises ModelError.
     """
     num_layers = count(config, "num_hidden_layers")
     windows = _windows(config, num_layers)
-    ropes = {kind: _rope(config, kind, sizes.head_dim, max_seq_len) for kind in (LOCAL, FULL)}
+    head_dim = count(config, "global_head_dim", sizes.head_dim)
+    kv_heads = count(config, "num_global_key_value_heads", sizes.num_kv_heads)
+    if sizes.num_heads % kv_heads:
+        problem = f"is no multiple of num_global_key_value_heads {kv_heads}"
+        raise ModelError(f"num_attention_heads {sizes.num_heads} {problem}")
+    of_kind = {LOCAL: sizes, FULL: replace(sizes, head_dim=head_dim, num_kv_heads=kv_heads)}
+    ropes = {kind: _rope(config, kind, own.head_dim, max_seq_len) for kind, own in of_kind.items()}
     uses_rope = _uses_rope(config, num_layers)
     if config.get("rope_in_windows") and config.get("sliding_window") is not None:
         uses_rope = [window is not None for window in windows]
+    kinds = [LOCAL if window else FULL for window in windows]
     return tuple(
-        Layer(replace(sizes, rope=ropes[LOCAL if window else FULL] if is_used else None, window=window))
-        for window, is_used in zip(windows, uses_rope, strict=True)
+        Layer(replace(of_kind[kind], rope=ropes[kind] if is_used else None, window=window))
+        for kind, window, is_used in zip(kinds, windows, uses_rope, strict=True)
     )
 
 
@@ -137,6 +144,8 @@ def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _rotated(config: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int) -> int:
     """Dimensions of a head that are rotated, an even number."""
+    if scaling.get("rope_type") == "proportional":  # those beyond the part have frequencies of 0
+        return head_dim
     part = positive(scaling, "partial_rotary_factor", positive(config, "partial_rotary_factor", 1.0))
     dim = count(config, "rotary_dim", max(1, int(head_dim * part)))
     if dim % 2 or dim > head_dim:

@@ -8,7 +8,7 @@ from typing import Any
 from kvloom.checkpoints.families.mixers import Rope
 from kvloom.contract.errors import ModelError
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 ROPE_FIELDS = (  # of rope_parameters; GGUF's factors are among them
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned"),
@@ -45,6 +45,10 @@ def _scaled(dim: int, theta: float, scaling: Mapping[str, Any], max_seq_len: int
     try:
         if kind in ("default", "dynamic"):  # "dynamic" stretches what is longer than the context, and nothing is
             return Rope(tuple(inv_freq))
+        if kind == "proportional":  # of the part that is rotated as of the whole head
+            part = int(float(scaling.get("partial_rotary_factor", 1.0)) * dim // 2)
+            factor = float(scaling.get("factor") or 1.0)
+            return Rope(tuple(f / factor for f in inv_freq[:part]) + (0.0,) * (dim // 2 - part))
         if kind == "linear":
             return Rope(tuple(f / float(scaling["factor"]) for f in inv_freq))
         if kind == "llama3":

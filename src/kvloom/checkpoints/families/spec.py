@@ -16,9 +16,10 @@ class Layer:
     """Properties in which the layers of one model may differ."""
 
     mixer: Mixer | None  # None = its MLP alone
-    has_experts: bool = False  # in place of one MLP
+    has_experts: bool = False  # in place of one MLP, or beside it (Experts.has_dense)
     has_mlp: bool = True  # otherwise its mixer alone
     beside: Recurrent | None = None  # a second mixer, which reads what the first one reads; both outputs are added
+    intermediate: int | None = None  # channels of its MLP; None = the model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,12 @@ class Experts:
     choice alone. Of `groups` of experts in order only the `kept_groups` with the largest sums of their two largest are
     chosen from (DeepSeek-AI 2024, section 2.1.2). A `shared` MLP with so many channels runs on every token, weighted by
     a sigmoid of its own if `weighs_shared`; 0 = none.
+
+    With `has_dense` a layer has its MLP too (Gemma 4), and the branch is
+
+      dense_post_norm(mlp(mlp_norm(x))) + experts_post_norm(experts(experts_norm(x)))
+
+    whose router reads x with the norm `router_norm`, divided by sqrt(hidden).
     """
 
     count: int
@@ -44,6 +51,21 @@ class Experts:
     groups: int = 1
     kept_groups: int = 1
     scale: float = 1.0
+    has_dense: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """`size` numbers that each layer gets of a token besides the residual stream (Gemma 4): of all layers, in order,
+
+      (RMSNorm(layer_mix x / sqrt(hidden)) + sqrt(size) layer_embed[token]) / sqrt(2)
+
+    x the scaled embedding, the norm over `size` numbers with the weights `layer_mix_norm`. A layer adds at its end
+    input_post_norm(input_out (activation(input_gate x) times its numbers)). `num_tokens`: rows of layer_embed.
+    """
+
+    size: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +93,12 @@ class DecoderSpec:
       layers.N. up_bias, down_bias, attn_post_norm_bias, mlp_post_norm_bias
     and in place of gate, up and down of a layer with experts:
       router [experts, hidden]   router_bias, router_correction [experts]
+      router_norm, experts_norm, experts_post_norm, dense_post_norm [hidden]
       experts.E. gate, up, down, gate_bias, up_bias, down_bias
       shared_gate, shared_up, shared_down, shared_router [1, hidden]
+    and of a model whose layers have inputs of their own (size: LayerInputs'), or are scaled at their end:
+      layer_embed [tokens, layers * size]   layer_mix [layers * size, hidden]   layer_mix_norm [size]
+      layers.N. input_gate [size, hidden], input_out [hidden, size], input_post_norm [hidden], scalar [1]
     """
 
     family: str
@@ -86,6 +112,7 @@ class DecoderSpec:
     qkv_bias: bool = False  # Qwen2
     # RMSNorm of each head of q and k before RoPE, of all heads as one row before RoPE, or of each head behind RoPE
     qk_norm: Literal["", "head", "row", "rotated"] = ""
+    norms_values: bool = False  # RMSNorm of each head of v, without weights
     query_growth: float = 0.0  # b: q at position p is multiplied by 1 + b log(1 + floor(p / growth_unit))
     growth_unit: int = 1  # tokens
     norms: Literal["pre", "post", "both", "sum"] = "pre"  # x += post(branch(pre(x))); sum: x = post(x + branch(x))
@@ -106,6 +133,8 @@ class DecoderSpec:
     encoder: Encoder | None = None
     interleaved: bool = False  # adapters have rotary partners of q and k side by side (interleaved.py), weights do not
     is_multiplied: bool = False  # multipliers that adapters do not have are in its weights
+    layer_inputs: LayerInputs | None = None
+    scales_layers: bool = False  # what a layer gives to the next one is multiplied by its `scalar`
     has_logits: bool = True  # otherwise it has no head, and gives states
 
     @property
@@ -169,20 +198,45 @@ class DecoderSpec:
         shapes: Shapes = {"embed": (self.vocab_size, self.hidden)} | self._outer_shapes()
         if self.has_logits and not self.tie_embeddings:
             shapes["head"] = (self.vocab_size, self.hidden)
-        dense = _mlp_shapes(self.hidden, self.intermediate, self.gates_mlps)
-        if self.encoder:
-            dense |= {"up_bias": (self.intermediate,), "down_bias": (self.hidden,)}
         sparse = _expert_shapes(self.hidden, self.experts, self.gates_mlps) if self.experts else {}
         for index, layer in enumerate(self.layers):
-            own = self._layer_shapes(layer)
-            if layer.has_mlp:
-                own |= sparse if layer.has_experts else dense
+            own = self._layer_shapes(layer) | self._input_shapes()
+            own |= self._dense_shapes(index) if self.has_dense(index) else {}
+            own |= sparse if layer.has_mlp and layer.has_experts else {}
             shapes |= {f"layers.{index}.{name}": shape for name, shape in own.items()}
         return shapes
 
+    def mlp_size(self, layer: int) -> int:
+        """Channels of a layer's dense MLP."""
+        return self.layers[layer].intermediate or self.intermediate
+
+    def has_dense(self, layer: int) -> bool:
+        """Whether a layer has a dense MLP."""
+        own, beside = self.layers[layer], self.experts is not None and self.experts.has_dense
+        return own.has_mlp and (not own.has_experts or beside)
+
+    def _dense_shapes(self, layer: int) -> Shapes:
+        """Of a layer's dense MLP."""
+        size = self.mlp_size(layer)
+        biases: Shapes = {"up_bias": (size,), "down_bias": (self.hidden,)} if self.encoder else {}
+        return _mlp_shapes(self.hidden, size, self.gates_mlps) | biases
+
+    def _input_shapes(self) -> Shapes:
+        """Of what a layer does at its end."""
+        own: Shapes = {"scalar": (1,)} if self.scales_layers else {}
+        if self.layer_inputs is not None:
+            size = self.layer_inputs.size
+            own |= {"input_gate": (size, self.hidden), "input_out": (self.hidden, size)}
+            own["input_post_norm"] = (self.hidden,)
+        return own
+
     def _outer_shapes(self) -> Shapes:
         """Shapes of the small tensors around the layers."""
-        own = self.encoder
+        own, inputs = self.encoder, self.layer_inputs
+        if inputs is not None:
+            channels = self.num_layers * inputs.size
+            table = {"layer_embed": (inputs.num_tokens, channels), "layer_mix": (channels, self.hidden)}
+            return {"norm": (self.hidden,), **table, "layer_mix_norm": (inputs.size,)}
         if own is None:
             return {"norm": (self.hidden,)}
         return {
@@ -211,8 +265,7 @@ class DecoderSpec:
         own: Shapes = {}
         has_keys = mixer.keys_of is None
         if self.qkv_bias:
-            own["q_bias"] = (mixer.q_size,)
-            own |= {"k_bias": (mixer.k_size,), "v_bias": (mixer.v_size,)} if has_keys else {}
+            own |= {f"{part}_bias": shape[:1] for part, shape in mixer.linears(self.hidden).items() if part in "qkv"}
         if self.qk_norm:
             sizes = (mixer.q_size, mixer.k_size) if self.qk_norm == "row" else (mixer.head_dim, mixer.head_dim)
             own |= {"q_norm": sizes[:1]} | ({"k_norm": sizes[1:]} if has_keys else {})
@@ -233,6 +286,9 @@ def _expert_shapes(hidden: int, experts: Experts, has_gate: bool) -> Shapes:
     shapes: Shapes = {"router": (experts.count, hidden)}
     if experts.has_correction:
         shapes["router_correction"] = (experts.count,)
+    if experts.has_dense:
+        norms = ("router_norm", "experts_norm", "experts_post_norm", "dense_post_norm")
+        shapes |= dict.fromkeys(norms, (hidden,))
     if experts.has_bias:
         shapes["router_bias"] = (experts.count,)
         one |= {f"{name}_bias": shape[:1] for name, shape in one.items()}

@@ -24,12 +24,20 @@ _GROUP = 32  # weights of MXFP4 that share a scale
 _MXFP4 = Scheme("mxfp4", 4, _GROUP)
 
 
-def stacked_shapes(shapes: Shapes, spec: DecoderSpec, stacking: Stacking, is_packed: bool) -> Shapes:
-    """`shapes` with stacks instead of experts. Raises ModelError when MXFP4 cannot hold them."""
+SCALES = "expert_factors"  # of a layer: what each down projection is multiplied by, [experts]
+
+
+def stacked_shapes(shapes: Shapes, spec: DecoderSpec, stacking: Stacking, kind: str) -> Shapes:
+    """`shapes` with stacks instead of experts. `kind`: "packed" in MXFP4, "scaled" with SCALES, or "".
+
+    Raises ModelError when MXFP4 cannot hold them.
+    """
     if spec.experts is None or not stacking:
         return shapes
     kept = {name: shape for name, shape in shapes.items() if _EXPERT not in name}
-    stacks = _stacks(spec, spec.experts, stacking, is_packed)
+    stacks = _stacks(spec, spec.experts, stacking, kind == "packed")
+    if kind == "scaled":
+        stacks[SCALES] = (spec.experts.count,)
     for index, layer in enumerate(spec.layers):
         if layer.has_experts:
             kept |= {f"layers.{index}.{name}": shape for name, shape in stacks.items()}
@@ -61,12 +69,14 @@ def _stacks(spec: DecoderSpec, experts: Experts, stacking: Stacking, is_packed: 
 class StackedExperts:
     """A WeightSource over one that has the tensors of stacked_shapes."""
 
-    def __init__(self, source: WeightSource, spec: DecoderSpec, stacking: Stacking, is_packed: bool) -> None:
-        self._source, self._stacking, self._is_packed = source, stacking, is_packed
+    def __init__(self, source: WeightSource, spec: DecoderSpec, stacking: Stacking, kind: str) -> None:
+        self._source, self._stacking = source, stacking
+        self._is_packed, self._is_scaled = kind == "packed", kind == "scaled"
         self._shapes = {name: shape for name, shape in spec.tensor_shapes().items() if _EXPERT in name}
 
     def names(self) -> list[str]:
-        return [name for name in self._source.names() if "_experts" not in name] + list(self._shapes)
+        own = (name for name in self._source.names() if "_experts" not in name and not name.endswith(SCALES))
+        return [*own, *self._shapes]
 
     def form(self, name: str) -> str:
         if _EXPERT not in name:
@@ -95,6 +105,9 @@ class StackedExperts:
         rows = raw.shape[1]
         data = raw.data[expert * rows : (expert + 1) * rows][own]
         factors = raw.factors[expert:][:1] or raw.factors
+        if self._is_scaled and name.endswith(".down"):
+            scales = self._source.tensor(f"{name.split(_EXPERT)[0]}.{SCALES}").float32()
+            factors = (float(scales[expert]),)
         return replace(raw, name=name, shape=self._shapes[name], data=data, factors=factors)
 
     def _stack(self, name: str) -> tuple[str, int, slice]:

@@ -21,6 +21,11 @@ def count(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
+def natural(config: Mapping[str, Any], key: str) -> int:
+    """A number from 0 on; 0 if it is missing or null. Raises ModelError."""
+    return count(config, key) if config.get(key) else 0
+
+
 def real(config: Mapping[str, Any], key: str, default: float) -> float:
     """A number; `default` if it is missing or null. Raises ModelError."""
     value = config.get(key)

@@ -26,6 +26,7 @@ from kvloom.contract.messages import Progress
 from kvloom.rank.kernels import build, cpu_abi
 from kvloom.rank.kernels.backend import Choices, Floats, Head, Ints, Ragged
 from kvloom.rank.kernels.cpu_abi import Batch, DrawRules, Instruction, Shape
+from kvloom.rank.kernels.layer_table import LayerTable
 from kvloom.rank.kernels.packed import Packed
 from kvloom.rank.kernels.packer import Packer, widest_mlp
 from kvloom.rank.kernels.program import WEIGHT_FORMATS, Native
@@ -58,6 +59,7 @@ class _Call:
 
     batch: Batch
     head: Head
+    layer_rows: Floats  # what layers get of the tokens; empty if they get nothing
     held: object  # keeps alive the arrays that `batch` points into
     blocks: Ints  # [seqs, blocks of a sequence]
 
@@ -110,6 +112,7 @@ class CpuBackend:
             Native(self._lib, self._model, self.num_threads), spec, (ropes, self._side_at), weights, weight_format
         )
         packer.declare()
+        self._table = LayerTable(spec, weights) if spec.layer_inputs else None
         layout = (weight_format, library.name, self.num_threads)
         pages = options.packed.find(layout, packer.num_bytes) if options.packed else None
         if pages is not None:
@@ -152,6 +155,8 @@ class CpuBackend:
         assert call is not None, "there was no step to go on from"
         for row, index, block in new_blocks:
             call.blocks[row, index] = block
+        if self._table is not None:
+            call.layer_rows[:] = self._table.rows(call.head.tokens)
         self._lib.kvl_step_again(self._model, ctypes.byref(call.batch))
         return call.head.tokens
 
@@ -174,6 +179,7 @@ class CpuBackend:
         wanted = (ctypes.c_int32 * len(tops))(*tops)
         held = [np.ascontiguousarray(array) for array in (*inputs, rows, states)]
         assert all(array.dtype == np.int32 for array in held), "the inputs of a step are int32"
+        layer_rows = np.empty(0, np.float32) if self._table is None else self._table.rows(ids)
         step = Batch(
             self.kv.ctypes.data,
             *(array.ctypes.data for array in held[:-1]),
@@ -196,8 +202,9 @@ class CpuBackend:
             self.sequence_states.ctypes.data,
             self.spec.state_floats,
             None if places is None else places.ctypes.data,
+            layer_rows.ctypes.data,
         )
-        return _Call(step, head, (own, wanted, held, types, choices, places), held[3])
+        return _Call(step, head, layer_rows, (own, wanted, held, types, choices, places), held[3])
 
     def add_adapter(self, id: int, adapter: AdapterFile) -> int:
         """See kernels/backend.py. Its weights are held in 8 bits, or as bf16 where the model's linears are."""

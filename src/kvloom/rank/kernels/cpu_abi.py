@@ -11,8 +11,10 @@ INT2, INT3_K, TABLE3_IQ1, TABLE3_IQ2, TABLE4_IQ3_S, TABLE4_IQ3_XXS, FP4_16 = ran
 INT4_K, INT5_K, INT2_K, INT2_256, INT1 = range(17, 22)
 NORM_QUANT, QUANT, LINEAR, ROPE_KV, ATTENTION, ROWS_NORM_QUANT, ADD_NORMED, ROUTE, EXPERTS_UP, EXPERTS_DOWN = range(10)
 STATES, ADD_POSITIONS, LAYER_NORM, DELTA_RULE, SHORT_CONV, CONVOLUTION, MAMBA2 = range(10, 17)
-TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS, TO_BRANCH, CLAMPED, GATED_RESIDUAL, GELU, RELU2 = range(10)
-FROM_ATTENTION, FROM_MLP, FROM_GATE_UP, FROM_RESIDUAL, FROM_MIXER, FROM_NORMED_MIXER = range(6)
+LAYER_INPUTS, NORM_BRANCH = range(17, 19)
+TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS, TO_BRANCH, CLAMPED, GATED_RESIDUAL, GELU, RELU2, TO_INPUTS = range(11)
+FROM_ATTENTION, FROM_MLP, FROM_GATE_UP, FROM_RESIDUAL, FROM_MIXER, FROM_NORMED_MIXER, FROM_INPUTS = range(7)
+QUERIES, KEYS, ALL = range(3)
 NORM_HEADS, NORM_ROWS, NORM_ROTATED = range(3)
 KV_BF16, KV_INT8 = range(2)
 NO_UNIT, TILES, PAIRS = range(3)
@@ -53,6 +55,7 @@ class Mixture(ctypes.Structure):
         *((name, _I32) for name in ("router", "router_bias", "up_bias", "down_bias", "shared")),
         *((name, _I32) for name in ("is_sigmoid", "correction", "groups", "kept_groups")),
         ("scale", ctypes.c_float),
+        *((name, _I32) for name in ("router_norm", "to_branch")),
     )
 
 
@@ -60,7 +63,7 @@ class AttentionShape(ctypes.Structure):
     """kvl_attention."""
 
     _fields_ = (
-        *((name, _I32) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim")),
+        *((name, _I32) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "projected", "value_norm")),
         ("keys_at", _I64),
         ("values_at", _I64),
     )
@@ -121,6 +124,7 @@ class Batch(ctypes.Structure):
         ("states_memory", _POINTER),
         ("state_floats", _I64),
         ("places", _POINTER),
+        ("layer_rows", _POINTER),
     )
 
 

@@ -29,8 +29,8 @@ def declare_experts(program: Program, spec: DecoderSpec, at: str) -> int:
             program.linear(spec.hidden, experts.intermediate, (name + "down", 0)),
         ]
     expert_bytes = sum(program.measure()) - before
-    mixture = program.mixture(_mixture(program, experts, at, linears[0], is_joint))
-    norm = program.vector(at + "mlp_norm")
+    mixture = program.mixture(_mixture(program, spec, at, linears[0], is_joint))
+    norm = program.vector(at + ("experts_norm" if experts.has_dense else "mlp_norm"))
     program.emit(cpu_abi.ROUTE, layer=mixture, linear=linears[0], vector=norm)
     shared = _declare_shared_up(program, spec, experts, at) if experts.shared else cpu_abi.NONE
     if is_joint:
@@ -59,7 +59,9 @@ def _declare_shared_up(program: Program, spec: DecoderSpec, experts: Experts, at
     return down
 
 
-def _mixture(program: Program, experts: Experts, at: str, first: int, is_joint: bool) -> Mixture:
+def _mixture(program: Program, spec: DecoderSpec, at: str, first: int, is_joint: bool) -> Mixture:
+    experts = spec.experts
+    assert experts is not None, "a layer has experts"
     bias: dict[str, int] = {"router_bias": cpu_abi.NONE, "up_bias": cpu_abi.NONE, "down_bias": cpu_abi.NONE}
     if experts.has_bias:
         bias = {
@@ -72,7 +74,11 @@ def _mixture(program: Program, experts: Experts, at: str, first: int, is_joint: 
     router = program.values(_padded(program.weights.tensor(at + "router").float32(), _ROW_PAD))
     counts = {"num_experts": experts.count, "per_token": experts.per_token, "weighs_chosen": experts.weighs_chosen}
     choice = {"is_sigmoid": experts.scores == "sigmoid", "groups": experts.groups, "kept_groups": experts.kept_groups}
-    own = {"router": router, "shared": shared, "correction": correction}
+    norm = cpu_abi.NONE
+    if experts.has_dense:
+        norm = program.values(program.weights.tensor(at + "router_norm").float32() * np.float32(spec.hidden**-0.5))
+    own = {"router": router, "shared": shared, "correction": correction, "router_norm": norm}
+    own["to_branch"] = experts.has_dense
     return Mixture(first=first, scale=experts.scale, **own, **counts, **choice, **bias)
 
 

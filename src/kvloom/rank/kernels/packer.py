@@ -27,8 +27,8 @@ _NORMS = {"head": cpu_abi.NORM_HEADS, "row": cpu_abi.NORM_ROWS, "rotated": cpu_a
 def widest_mlp(spec: DecoderSpec) -> int:
     """Channels of the widest MLP that a token runs through, shared and routed experts included."""
     routed = [spec.experts.intermediate, spec.experts.shared] if spec.experts else []
-    has_dense = any(layer.has_mlp and not layer.has_experts for layer in spec.layers)  # else nothing has that size
-    return max([*routed, spec.intermediate] if has_dense else routed, default=0)
+    dense = [spec.mlp_size(layer) for layer in range(spec.num_layers) if spec.has_dense(layer)]
+    return max(routed + dense, default=0)
 
 
 class Packer:
@@ -80,6 +80,8 @@ class Packer:
         spec, idle_bytes = self._spec, 0
         if spec.encoder is not None:
             self._declare_beginning(spec.encoder)
+        if spec.layer_inputs is not None:
+            self._declare_inputs(spec.layer_inputs.size)
         for layer in range(spec.num_layers):
             if isinstance(spec.layers[layer].mixer, Attention):
                 self._declare_attention(layer)
@@ -87,10 +89,12 @@ class Packer:
                 self._declare_mixer(layer)
             if spec.encoder is not None:
                 self._declare_ungated(f"layers.{layer}.")
+            elif spec.has_dense(layer):
+                idle_bytes += self._declare_mlp(layer)
             elif spec.layers[layer].has_experts:
                 idle_bytes += declare_experts(self._program, spec, f"layers.{layer}.")
-            elif spec.layers[layer].has_mlp:
-                self._declare_mlp(f"layers.{layer}.")
+            if spec.layer_inputs is not None:
+                self._declare_input(layer, spec.layer_inputs.size)
         head = self._declare_head() if spec.has_logits else cpu_abi.NONE
         if not spec.has_logits:
             norm = cpu_abi.NONE if spec.encoder is not None else self._program.vector("norm")
@@ -156,23 +160,22 @@ class Packer:
     def _declare_attention(self, layer: int) -> None:
         spec, own, at = self._spec, self._spec.layers[layer].mixer, f"layers.{layer}."
         assert isinstance(own, Attention), "the layer has keys and values"
-        number = self._program.attention(
-            AttentionShape(own.num_heads, own.num_kv_heads, own.head_dim, own.value_dim, *self._keys_at[layer])
-        )
+        projected, number = own.linears(spec.hidden), self._declare_heads(layer, own)
         parts, rows = [], 0
-        for part, size in (("q", own.q_size), ("k", own.k_size), ("v", own.v_size), ("q_gate", own.out_size)):
-            if part != "q_gate" or own.is_gated:
+        for part in ("q", "k", "v", "q_gate"):
+            if part in projected:
                 parts.append((at + part, rows))
-                rows += size
+                rows += projected[part][0]
         beside = declare_mixer(self._program, spec, layer, parts, rows) if spec.layers[layer].beside else None
         qkv = beside.linear if beside else self._program.linear(rows, spec.hidden, *parts)
         out = self._program.linear(spec.hidden, own.out_size, (at + "o", 0))
-        bias = self._program.vector(*(f"{at}{part}_bias" for part in "qkv")) if spec.qkv_bias else cpu_abi.NONE
+        biases = [f"{at}{part}_bias" for part in "qkv" if part in projected]
+        bias = self._program.vector(*biases) if spec.qkv_bias else cpu_abi.NONE
         norms = {}
         if spec.qk_norm:
             norms = {
                 "vector": self._program.vector(at + "q_norm"),
-                "vector2": self._program.vector(at + "k_norm"),
+                "vector2": self._program.vector(at + "k_norm") if "k" in projected else cpu_abi.NONE,
                 "source": _NORMS[spec.qk_norm],
             }
         self._emit_input(qkv, at + "attn_norm")
@@ -192,13 +195,29 @@ class Packer:
             beside.emit_quant(self._program)
             self._emit_output(beside.out, at + "attn_post_norm")
 
-    def _declare_mlp(self, at: str) -> None:
-        """Gate and up share panels, unless they are stored in different forms."""
-        spec, program = self._spec, self._program
+    def _declare_heads(self, layer: int, own: Attention) -> int:
+        """The library's number of a layer's attention."""
+        sizes = own.num_heads, own.num_kv_heads, own.head_dim, own.value_dim
+        if own.keys_of is not None:
+            return self._program.attention(
+                AttentionShape(*sizes, cpu_abi.QUERIES, cpu_abi.NONE, *self._keys_at[own.keys_of])
+            )
+        norm = cpu_abi.NONE
+        if self._spec.norms_values:
+            norm = self._program.values(np.ones(own.value_dim, np.float32))
+        projected = cpu_abi.KEYS if own.values_are_keys else cpu_abi.ALL
+        return self._program.attention(AttentionShape(*sizes, projected, norm, *self._keys_at[layer]))
+
+    def _declare_mlp(self, layer: int) -> int:
+        """Gate and up share panels, unless they are stored in different forms. Returns the bytes of experts beside it
+        that a token does not read.
+        """
+        spec, program, at = self._spec, self._program, f"layers.{layer}."
+        size, has_experts = spec.mlp_size(layer), spec.layers[layer].has_experts
         program.share(*program.up_names(at))
         gate, is_joint = GATES[spec.activation], program.is_joint(at)
-        gate_up = program.gate_up(at, spec.intermediate, spec.hidden, is_joint)
-        down = program.linear(spec.hidden, spec.intermediate, (at + "down", 0))
+        gate_up = program.gate_up(at, size, spec.hidden, is_joint)
+        down = program.linear(spec.hidden, size, (at + "down", 0))
         self._emit_input(gate_up, at + "mlp_norm")
         if is_joint:
             program.emit(cpu_abi.LINEAR, linear=gate_up, epilogue=gate)
@@ -206,7 +225,41 @@ class Packer:
         else:
             program.emit(cpu_abi.LINEAR, linear=gate_up, epilogue=cpu_abi.TO_QKV)
             program.emit(cpu_abi.QUANT, linear=down, epilogue=gate, source=cpu_abi.FROM_GATE_UP)
-        self._emit_output(down, at + "mlp_post_norm")
+        scalar = self._scalar(layer) if spec.layer_inputs is None else cpu_abi.NONE
+        if not has_experts:
+            self._emit_output(down, at + "mlp_post_norm", scalar=scalar)
+            return 0
+        program.emit(cpu_abi.LINEAR, linear=down, epilogue=cpu_abi.TO_BRANCH)
+        program.emit(cpu_abi.NORM_BRANCH, vector=program.vector(at + "dense_post_norm"))
+        idle_bytes = declare_experts(program, spec, at)
+        program.emit(cpu_abi.NORM_BRANCH, vector=program.vector(at + "experts_post_norm"), source=1)
+        program.emit(cpu_abi.ADD_NORMED, vector=program.vector(at + "mlp_post_norm"), vector2=scalar, source=1)
+        return idle_bytes
+
+    def _declare_inputs(self, size: int) -> None:
+        """What makes the layers' own inputs of the embeddings, `size` numbers for each layer."""
+        spec, program = self._spec, self._program
+        mix = program.linear(spec.num_layers * size, spec.hidden, ("layer_mix", 0))
+        program.emit(cpu_abi.QUANT, linear=mix, source=cpu_abi.FROM_RESIDUAL)
+        program.emit(cpu_abi.LINEAR, linear=mix, epilogue=cpu_abi.TO_INPUTS)
+        program.emit(cpu_abi.LAYER_INPUTS, vector=program.vector("layer_mix_norm"), source=size)
+
+    def _declare_input(self, layer: int, size: int) -> None:
+        """What adds a layer's own input to the residual stream at its end."""
+        spec, program, at = self._spec, self._program, f"layers.{layer}."
+        gate = program.linear(size, spec.hidden, (at + "input_gate", 0))
+        out = program.linear(spec.hidden, size, (at + "input_out", 0))
+        program.emit(cpu_abi.QUANT, linear=gate, source=cpu_abi.FROM_RESIDUAL)
+        program.emit(cpu_abi.LINEAR, linear=gate, epilogue=cpu_abi.TO_QKV)
+        own = {"source": cpu_abi.FROM_INPUTS, "epilogue": GATES[spec.activation]}
+        program.emit(cpu_abi.QUANT, linear=out, layer=layer, **own)
+        program.emit(cpu_abi.LINEAR, linear=out, epilogue=cpu_abi.TO_BRANCH)
+        norm = program.vector(at + "input_post_norm")
+        program.emit(cpu_abi.ADD_NORMED, vector=norm, vector2=self._scalar(layer))
+
+    def _scalar(self, layer: int) -> int:
+        """The vector with a layer's scalar."""
+        return self._program.vector(f"layers.{layer}.scalar") if self._spec.scales_layers else cpu_abi.NONE
 
     def _declare_beginning(self, encoder: Encoder) -> None:
         """What is added to the embeddings, and their norm."""
@@ -234,17 +287,18 @@ class Packer:
         else:
             self._program.emit(cpu_abi.NORM_QUANT, linear=linear, vector=self._program.vector(norm))
 
-    def _emit_output(self, linear: int, norm: str, bias: int = cpu_abi.NONE) -> None:
+    def _emit_output(self, linear: int, norm: str, bias: int = cpu_abi.NONE, scalar: int = cpu_abi.NONE) -> None:
         """Run the last linear of a branch, and add its result to the residual stream, after the norm if the model has
-        one behind a branch.
+        one behind a branch; then multiply the stream by `scalar`.
         """
+        assert scalar == cpu_abi.NONE or self._spec.norms in ("post", "both"), "a norm scales the stream"
         if self._spec.norms in ("pre", "sum"):
             self._program.emit(cpu_abi.LINEAR, linear=linear, epilogue=cpu_abi.RESIDUAL, vector=bias)
             if self._spec.norms == "sum":
                 self._emit_layer_norm(norm)
         else:
             self._program.emit(cpu_abi.LINEAR, linear=linear, epilogue=cpu_abi.TO_BRANCH, vector=bias)
-            self._program.emit(cpu_abi.ADD_NORMED, vector=self._program.vector(norm))
+            self._program.emit(cpu_abi.ADD_NORMED, vector=self._program.vector(norm), vector2=scalar)
 
     def _fill(self, fill: Fill) -> str:
         """Read and pack one tensor. Runs in a pool's thread; decoding and packing release the interpreter lock. Returns

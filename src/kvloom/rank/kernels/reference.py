@@ -12,14 +12,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvloom.checkpoints.families.mixers import Attention, Recurrent, Rope
-from kvloom.checkpoints.families.spec import DecoderSpec, Experts
+from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.lora import AdapterFile
 from kvloom.checkpoints.lora_tensors import pairs_of
 from kvloom.checkpoints.source import WeightSource
 from kvloom.contract.config import MAX_BATCH
 from kvloom.contract.messages import Progress
 from kvloom.rank.kernels.backend import Choices, Draw, Head, Ints, Ragged, most_likely
+from kvloom.rank.kernels.layer_table import TABLE, LayerTable
 from kvloom.rank.kernels.reference_cache import KvCache
+from kvloom.rank.kernels.reference_math import capped, mask_of, normed, rotate, routed
 from kvloom.rank.kernels.reference_mixers import MixerInput, mix
 from kvloom.rank.parallel.mesh import Mesh
 from kvloom.rank.parallel.shard import ShardedWeights, shard_pair, shard_spec
@@ -95,7 +97,10 @@ class ReferenceBackend:
         total = sum(torch.Size(shape).numel() for shape in spec.tensor_shapes().values()) * dtype.itemsize
         self.weight_bytes = 0
         self._w: dict[str, Tensor] = {}
+        self._table = LayerTable(spec, weights) if spec.layer_inputs else None
         for name in shards.names():
+            if name == TABLE:
+                continue
             self._w[name] = torch.from_numpy(shards.float32(name)).to(device, dtype)
             self.weight_bytes += self._w[name].nbytes
             if progress:
@@ -133,12 +138,13 @@ class ReferenceBackend:
             types = None if batch.types is None else torch.from_numpy(batch.types[start:end]).to(device, torch.int64)
             state = self._state_of(batch, seq)
             x = self._embedded(ids[start:end], pos[start:end], types)
-            hidden = self._forward(x, pos[start:end], table[seq], state)
+            inputs = self._layer_inputs(batch.ids[start:end], x)
+            hidden = self._forward(x, inputs, (pos[start:end], table[seq]), state)
             for index, row in enumerate(wanted):
                 # one row at a time, so that a logit does not depend on which others are asked for
                 if start <= row < end:
                     own = F.linear(hidden[row - start : row - start + 1], self._head)[0].float()
-                    logits[index] = _capped(own * self.spec.logit_scale, self.spec.logit_softcap)
+                    logits[index] = capped(own * self.spec.logit_scale, self.spec.logit_softcap)
             mine = [index for index, row in enumerate(kept) if start <= row < end]
             states[mine] = hidden[[kept[index] - start for index in mine]].float()
         return logits, states
@@ -211,27 +217,41 @@ class ReferenceBackend:
         more = self._w["types"][torch.zeros_like(pos) if types is None else types]
         return self._norm(x + more + self._w["positions"][pos + encoder.first_position], "embed_norm")
 
-    def _forward(self, x: Tensor, pos: Tensor, blocks: Tensor, state: Tensor) -> Tensor:
-        """One sequence: x [T, hidden], pos [T], blocks [max_blocks], state [state_floats] -> normed hidden states
-        [T, hidden].
+    def _layer_inputs(self, ids: Ints, x: Tensor) -> Tensor:
+        """What each layer gets besides x [T, hidden]: [T, layers, size]; empty if there is nothing."""
+        if self._table is None:
+            return torch.empty(0)
+        mixed = F.linear(x, self._w["layer_mix"]) * self.spec.hidden**-0.5
+        found, shape = torch.from_numpy(self._table.rows(ids)).to(x.device, x.dtype), (len(x), self.spec.num_layers, -1)
+        return (self._norm(mixed.view(shape), "layer_mix_norm") + found.view(shape)) * 2**-0.5
+
+    def _forward(self, x: Tensor, inputs: Tensor, places: tuple[Tensor, Tensor], state: Tensor) -> Tensor:
+        """One sequence: x [T, hidden], inputs [T, layers, size], positions [T] and blocks [max_blocks], state
+        [state_floats] -> normed hidden states [T, hidden].
         """
-        spec = self.spec
+        spec, (pos, blocks) = self.spec, places
         keys = torch.arange(int(pos[-1]) + 1, device=pos.device)
         slots = blocks[keys // self.block_size] * self.block_size + keys % self.block_size
         turns = {rope: self._turns(rope, pos) for rope in spec.ropes}
         masks = {
-            window: _mask(keys, pos, window, spec.sees_ahead)
+            window: mask_of(keys, pos, window, spec.sees_ahead)
             for window in {mixer.window for _, mixer in spec.attention}
         }
         if pos[0] == 0:
             state.zero_()
         context = _Context(turns, pos, slots[pos], slots, masks, state)
         for layer, own in enumerate(spec.layers):
+            at = f"layers.{layer}."
             if own.mixer is not None:
-                x = self._branch(x, f"layers.{layer}.attn", functools.partial(self._mixed, layer, context=context))
-            if own.has_mlp:
-                mlp = self._experts if own.has_experts else self._mlp
-                x = self._branch(x, f"layers.{layer}.mlp", functools.partial(mlp, f"layers.{layer}."))
+                x = self._branch(x, at + "attn", functools.partial(self._mixed, layer, context=context))
+            if own.has_experts and spec.has_dense(layer):
+                x = x + self._norm(self._both(at, x), at + "mlp_post_norm") * spec.residual_scale
+            elif own.has_mlp:
+                x = self._branch(x, at + "mlp", functools.partial(self._experts if own.has_experts else self._mlp, at))
+            if spec.layer_inputs:
+                added = self._gate(self._linear(x, at + "input_gate")) * inputs[:, layer]
+                x = x + self._norm(self._linear(added, at + "input_out"), at + "input_post_norm")
+            x = x * self._w[at + "scalar"] if spec.scales_layers else x
         return x if spec.encoder else self._norm(x, "norm")
 
     def _branch(self, x: Tensor, name: str, of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -272,21 +292,14 @@ class ReferenceBackend:
         at = f"layers.{layer}."
         own = self.spec.layers[layer].mixer
         assert isinstance(own, Attention), "the layer has keys and values"
-        q, k, v = (self._linear(x, at + part) for part in "qkv")
-        if self.spec.qk_norm == "row":
-            q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
-        q, k = (part.view(len(x), -1, own.head_dim) for part in (q, k))
-        if self.spec.qk_norm == "head":
-            q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
-        if own.rope is not None:
-            q, k = (_rotate(part, *context.turns[own.rope]) for part in (q, k))
-        if self.spec.qk_norm == "rotated":
-            q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
+        q = self._heads(own, at + "q", self._linear(x, at + "q"), context)
         if self.spec.query_growth:
             growth = 1 + self.spec.query_growth * torch.log1p(context.pos // self.spec.growth_unit)
             q = q * growth[:, None, None].to(q.dtype)
-        new = k, v.view(len(x), -1, own.value_dim)
-        key, value = (part.transpose(0, 1)[None] for part in self._kv.extend(layer, new, context.own, context.slots))
+        if own.keys_of is None:
+            self._kv.write(layer, self._keys_and_values(layer, x, context), context.own)
+        found = self._kv.read(layer if own.keys_of is None else own.keys_of, context.slots, x.dtype)
+        key, value = (part.transpose(0, 1)[None] for part in found)
         sinks = self._w.get(at + "sinks")
         out = self._softmax(q.transpose(0, 1)[None], key, value, context.masks[own.window], sinks)
         out = out[0].transpose(0, 1).flatten(1)
@@ -295,6 +308,23 @@ class ReferenceBackend:
         out = self._mesh.sum(self._linear(out, at + "o", has_bias=False))
         return out + self._w[at + "o_bias"] if self.spec.o_bias else out
 
+    def _keys_and_values(self, layer: int, x: Tensor, context: _Context) -> tuple[Tensor, Tensor]:
+        """[T, kv_heads, dim] of x [T, hidden]."""
+        own, at = self.spec.layers[layer].mixer, f"layers.{layer}."
+        assert isinstance(own, Attention), "the layer has keys and values"
+        k = self._linear(x, at + "k")
+        v = (k if own.values_are_keys else self._linear(x, at + "v")).view(len(x), -1, own.value_dim)
+        v = normed(v, self.spec.norm_eps).to(x.dtype) if self.spec.norms_values else v
+        return self._heads(own, at + "k", k, context), v
+
+    def _heads(self, own: Attention, name: str, x: Tensor, context: _Context) -> Tensor:
+        """Queries or keys x [T, channels], normed and rotated, [T, heads, head_dim]."""
+        norm = self.spec.qk_norm
+        x = (self._norm(x, name + "_norm") if norm == "row" else x).view(len(x), -1, own.head_dim)
+        x = self._norm(x, name + "_norm") if norm == "head" else x
+        x = x if own.rope is None else rotate(x, *context.turns[own.rope])
+        return self._norm(x, name + "_norm") if norm == "rotated" else x
+
     def _softmax(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
         """Attention [1, heads, T, head_dim] over keys and values [1, kv_heads, K, head_dim]; sinks [heads]."""
         spec = self.spec
@@ -302,7 +332,7 @@ class ReferenceBackend:
         if not spec.attention_softcap and sinks is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
-        scores = _capped(query @ key.transpose(2, 3) * scale, spec.attention_softcap).masked_fill(~mask, -torch.inf)
+        scores = capped(query @ key.transpose(2, 3) * scale, spec.attention_softcap).masked_fill(~mask, -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)), -1)
         return scores.softmax(-1, torch.float32)[..., : key.shape[2]].to(value.dtype) @ value
@@ -327,15 +357,26 @@ class ReferenceBackend:
         if spec.activation == "clamped":
             gate, up = gate.clamp(max=spec.glu_limit), up.clamp(-spec.glu_limit, spec.glu_limit)
             return gate * torch.sigmoid(spec.glu_alpha * gate) * (up + 1)
-        return (F.silu(gate) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        return self._gate(gate) * up
 
-    def _experts(self, at: str, x: Tensor) -> Tensor:
-        """Weighted sum of each token's experts, in the order of their numbers."""
+    def _gate(self, x: Tensor) -> Tensor:
+        return F.silu(x) if self.spec.activation == "silu" else F.gelu(x, approximate="tanh")
+
+    def _both(self, at: str, x: Tensor) -> Tensor:
+        """What MLP and experts together give for the residual stream x; see Experts.has_dense."""
+        read = normed(x, self.spec.norm_eps) * self._w[at + "router_norm"].float() * self.spec.hidden**-0.5
+        routed = self._experts(at, self._norm(x, at + "experts_norm"), read)
+        dense = self._norm(self._mlp(at, self._norm(x, at + "mlp_norm")), at + "dense_post_norm")
+        return dense + self._norm(routed, at + "experts_post_norm")
+
+    def _experts(self, at: str, x: Tensor, read: Tensor | None = None) -> Tensor:
+        """Weighted sum of each token's experts, in the order of their numbers. The router reads `read`; None = x."""
         experts = self.spec.experts
         assert experts is not None, "a layer has experts"
         bias = self._w.get(at + "router_bias")
-        logits = F.linear(x.float(), self._w[at + "router"].float(), None if bias is None else bias.float())
-        chosen, weights = _routed(logits, experts, self._w.get(at + "router_correction"))
+        read = (x if read is None else read).float()
+        logits = F.linear(read, self._w[at + "router"].float(), None if bias is None else bias.float())
+        chosen, weights = routed(logits, experts, self._w.get(at + "router_correction"))
         out, added = torch.zeros_like(x), torch.zeros_like(x)
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, picks = torch.where(chosen == expert)
@@ -356,42 +397,4 @@ class ReferenceBackend:
         if self.spec.encoder:
             weight, bias = self._w[name].float(), self._w[name + "_bias"].float()
             return F.layer_norm(wide, wide.shape[-1:], weight, bias, self.spec.norm_eps).to(x.dtype)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.spec.norm_eps)
-        return (wide * scale).to(x.dtype) * self._w[name]
-
-
-def _routed(logits: Tensor, experts: Experts, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Numbers and weights of the experts that each row of router logits [T, experts] chooses, [T, per_token]."""
-    scores = logits.sigmoid() if experts.scores == "sigmoid" else logits.softmax(-1)
-    ranks = logits if experts.scores == "softmax" and correction is None else scores
-    if correction is not None:
-        ranks = ranks + correction.float()
-    if experts.kept_groups < experts.groups:
-        groups = ranks.view(len(ranks), experts.groups, -1)
-        kept = groups.topk(2, -1).values.sum(-1).topk(experts.kept_groups, -1).indices
-        dropped = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, kept, False)
-        ranks = groups.masked_fill(dropped[..., None], -torch.inf).flatten(-2)
-    chosen = ranks.topk(experts.per_token, -1).indices
-    weights = scores.gather(-1, chosen)
-    if experts.weighs_chosen:
-        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
-    return chosen, weights * experts.scale
-
-
-def _mask(keys: Tensor, pos: Tensor, window: int | None, sees_ahead: bool) -> Tensor:
-    """[T, K]: which keys, by position, a token at `pos` attends to."""
-    behind = pos[:, None] - keys[None, :]
-    mask = torch.ones_like(behind, dtype=torch.bool) if sees_ahead else behind >= 0
-    return mask if window is None else mask & (behind.abs() < window)
-
-
-def _capped(x: Tensor, softcap: float) -> Tensor:
-    return torch.tanh(x / softcap) * softcap if softcap else x
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the first dimensions of x [T, heads, head_dim]; as many as cos has."""
-    rotated, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = rotated.chunk(2, -1)
-    rotated = rotated * cos + torch.cat((-second, first), -1) * sin
-    return torch.cat((rotated, kept), -1) if kept.shape[-1] else rotated
+        return normed(x, self.spec.norm_eps).to(x.dtype) * self._w[name]

@@ -37,14 +37,14 @@ class KvCache:
         blocks = [[part.flatten(1).view(torch.uint8) for part in layer] for layer in parts]
         return [[part.numpy() if part.device.type == "cpu" else part for part in layer] for layer in blocks]
 
-    def extend(self, layer: int, new: tuple[Tensor, Tensor], own: Tensor, slots: Tensor) -> list[Tensor]:
-        """Write keys and values `new` [T, kv_heads, dim] to the slots `own` [T]; return what `slots` [K] hold, in the
-        computing dtype.
-        """
-        sides = range(2)
-        for side in sides:
-            self._write(layer, side, new[side], own)
-        return [self._read(layer, side, slots, new[side].dtype) for side in sides]
+    def write(self, layer: int, new: tuple[Tensor, Tensor], own: Tensor) -> None:
+        """Keys and values `new` [T, kv_heads, dim] to the slots `own` [T]."""
+        for side, values in enumerate(new):
+            self._write(layer, side, values, own)
+
+    def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """Keys and values that `slots` [K] hold, [K, kv_heads, dim]."""
+        return [self._read(layer, side, slots, dtype) for side in range(2)]
 
     def _write(self, layer: int, side: int, new: Tensor, own: Tensor) -> None:
         cache = self._numbers[layer][side].flatten(0, 1)

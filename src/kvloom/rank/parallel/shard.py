@@ -28,7 +28,7 @@ def shard_spec(spec: DecoderSpec, world_size: int) -> DecoderSpec:
     """The model as one rank computes it. Raises ModelError when heads or channels cannot be shared evenly."""
     sizes = [("attention heads", mixer.num_heads) for _, mixer in spec.attention]
     sizes += [("KV heads", mixer.num_kv_heads) for _, mixer in spec.attention]
-    sizes.append(("MLP channels", spec.intermediate))
+    sizes += [("MLP channels", spec.mlp_size(index)) for index in range(spec.num_layers)]
     if spec.experts:
         sizes += [("channels of an expert", spec.experts.intermediate), ("shared channels", spec.experts.shared)]
     for name, size in sizes:
@@ -43,8 +43,13 @@ def shard_spec(spec: DecoderSpec, world_size: int) -> DecoderSpec:
     if spec.recurrent and world_size > 1:
         raise ModelError(f"worldSize: one rank computes {spec.family}, whose layers keep states, got {world_size}")
     shared = {index: _share_heads(mixer, world_size) for index, mixer in spec.attention}
+    layers = [
+        replace(layer, mixer=shared.get(index, layer.mixer), intermediate=spec.mlp_size(index) // world_size)
+        for index, layer in enumerate(spec.layers)
+    ]
     return replace(
-        spec.with_mixers([shared.get(index, layer.mixer) for index, layer in enumerate(spec.layers)]),
+        spec,
+        layers=tuple(layers),
         intermediate=spec.intermediate // world_size,
         experts=spec.experts and _share(spec.experts, world_size),
     )

@@ -125,7 +125,7 @@ class Native {
 
     void declare(int index, const Layer& layer) {
         const Options& options = plain.options;
-        const kvl_attention heads{kHeads, kKvHeads, kDim, kDim, 2 * index * side_bytes(), (2 * index + 1) * side_bytes()};
+        const kvl_attention heads{kHeads, kKvHeads, kDim, kDim, KVL_ALL, -1, 2 * index * side_bytes(), (2 * index + 1) * side_bytes()};
         near(kvl_add_attention(model.get(), &heads), index, 0, "attention", index, 0);
         const int32_t qkv = kvl_add_linear(model.get(), kQueries + 2 * kKeys, kHidden, KVL_BF16);
         const int32_t o = kvl_add_linear(model.get(), kHidden, kQueries, KVL_BF16);
@@ -187,7 +187,7 @@ class Native {
                                   has_bias ? vector(experts.router_bias) : -1,
                                   has_bias ? vector(panels_of(experts.up_bias, options.is_apart)) : -1,
                                   has_bias ? vector(padded(experts.down_bias, kPanel)) : -1, vector(experts.shared),
-                                  0, -1, 1, 1, 1};
+                                  0, -1, 1, 1, 1, -1, 0};
         const int32_t id = kvl_add_mixture(model.get(), &mixture);
         const int32_t gate = has_bias ? KVL_CLAMPED : KVL_SWIGLU, up = options.is_apart ? KVL_TO_QKV : gate;
         const int32_t source = options.is_apart ? KVL_FROM_GATE_UP : KVL_FROM_MLP;

@@ -33,8 +33,13 @@ def _scales(config: Mapping[str, Any]) -> dict[str, float]:
         "embed_scale": math.sqrt(hidden),
         "attention_scale": positive(config, "query_pre_attn_scalar", size) ** -0.5,
         "attention_softcap": _softcap(config, "attn_logit_softcapping"),
-        "logit_softcap": _softcap(config, "final_logit_softcapping"),
+        "logit_softcap": logit_softcap(config),
     }
+
+
+def logit_softcap(config: Mapping[str, Any]) -> float:
+    """0 = none."""
+    return _softcap(config, "final_logit_softcapping")
 
 
 def _softcap(config: Mapping[str, Any], key: str) -> float:

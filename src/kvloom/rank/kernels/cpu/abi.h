@@ -90,8 +90,9 @@ enum {
                                 head, a logit that takes part in the softmax and has no value */
     KVL_ROWS_NORM_QUANT = 5, /* as NORM_QUANT, but only for the batch's `rows`: later instructions process no others;
                                 writes `states` too */
-    KVL_ADD_NORMED = 6,      /* RMSNorm with weights `vector` of the output of KVL_TO_BRANCH, added to the residual
-                                stream */
+    KVL_ADD_NORMED = 6,      /* RMSNorm with weights `vector` of the output of KVL_TO_BRANCH, or, `source` 1, of the sum
+                                that KVL_NORM_BRANCH made, added to the residual stream; then the stream times the
+                                number `vector2` */
     KVL_ROUTE = 7,           /* as NORM_QUANT, for gate and up of the experts of mixture `layer`; also chooses the
                                 experts */
     KVL_EXPERTS_UP = 8,      /* gate and up of the chosen experts of mixture `layer`, then `epilogue` */
@@ -107,10 +108,15 @@ enum {
                                 state, which it brings up to date */
     KVL_SHORT_CONV = 14,     /* the same for short convolution `layer` */
     KVL_CONVOLUTION = 15,    /* convolution `layer` of such rows, in place */
-    KVL_MAMBA2 = 16          /* Mamba-2 `layer` of the rows that a convolution has changed, and of the states */
+    KVL_MAMBA2 = 16,         /* Mamba-2 `layer` of the rows that a convolution has changed, and of the states */
+    KVL_LAYER_INPUTS = 17,   /* makes what the layers get of each token, `source` numbers each: (RMSNorm with weights
+                                `vector` of the output of KVL_TO_INPUTS / sqrt(hidden) + layer_rows) / sqrt(2) */
+    KVL_NORM_BRANCH = 18     /* RMSNorm with weights `vector` of the output of KVL_TO_BRANCH, kept, or, `source` 1, added
+                                to what is kept; clears that output */
 };
 /* Epilogues of a linear. KVL_GELU: x Phi(x) of each channel, stored where KVL_FROM_MLP reads; KVL_RELU2: max(x, 0)^2, the
-   same. KVL_GATED_RESIDUAL: as KVL_RESIDUAL, times the weight that KVL_ROUTE gave to the shared expert. */
+   same. KVL_GATED_RESIDUAL: as KVL_RESIDUAL, times the weight that KVL_ROUTE gave to the shared expert. KVL_TO_INPUTS: for
+   KVL_LAYER_INPUTS. */
 enum {
     KVL_TO_QKV = 0,
     KVL_RESIDUAL = 1,
@@ -121,17 +127,20 @@ enum {
     KVL_CLAMPED = 6,
     KVL_GATED_RESIDUAL = 7,
     KVL_GELU = 8,
-    KVL_RELU2 = 9
+    KVL_RELU2 = 9,
+    KVL_TO_INPUTS = 10
 };
 /* `source` of QUANT. KVL_FROM_MIXER: the output of a mixer with a state. KVL_FROM_NORMED_MIXER: that of Mamba-2 `layer`,
- * after the RMSNorm of its groups. */
+ * after the RMSNorm of its groups. KVL_FROM_INPUTS: the inputs of layer `layer`, gated as `epilogue` says by the output of
+ * KVL_TO_QKV. */
 enum {
     KVL_FROM_ATTENTION = 0,
     KVL_FROM_MLP = 1,
     KVL_FROM_GATE_UP = 2,
     KVL_FROM_RESIDUAL = 3,
     KVL_FROM_MIXER = 4,
-    KVL_FROM_NORMED_MIXER = 5
+    KVL_FROM_NORMED_MIXER = 5,
+    KVL_FROM_INPUTS = 6
 };
 /* `source` of ROPE_KV: norm of each head, of the whole row, or of each head after the rotation. */
 enum { KVL_NORM_HEADS = 0, KVL_NORM_ROWS = 1, KVL_NORM_ROTATED = 2 };
@@ -173,6 +182,7 @@ typedef struct {
     float *states_memory;      /* [places][state_floats] what mixers keep of sequences, in 64-byte units */
     int64_t state_floats;
     const int32_t *places;     /* [num_seqs] where each sequence has its own; zeros count where its position is 0 */
+    const float *layer_rows;   /* [num_tokens][channels of KVL_TO_INPUTS] rows of the tokens for KVL_LAYER_INPUTS */
 } kvl_batch;
 
 const char *kvl_isa(void);
@@ -200,13 +210,20 @@ typedef struct {
     int32_t router, router_bias, up_bias, down_bias, shared;
     int32_t is_sigmoid, correction, groups, kept_groups;
     float scale;
+    int32_t router_norm; /* vector [hidden]: the router reads the residual stream after RMSNorm with these weights; -1 =
+                            what the experts read */
+    int32_t to_branch;   /* not 0: the sum is added to the output of KVL_TO_BRANCH, not to the residual stream */
 } kvl_mixture;
 int32_t kvl_add_mixture(kvl_model *model, const kvl_mixture *mixture); /* returns its index; before kvl_allocate */
 /* Attention of one layer. The linear before it has channels of num_heads queries and num_kv_heads keys of key_dim, then
  * num_kv_heads values of value_dim. Both sizes are multiples of 32, at most 576. A block of the cache has its keys from
- * byte keys_at on and its values from values_at on: tiles [block_tiles][num_kv_heads]; both are multiples of 32. */
+ * byte keys_at on and its values from values_at on: tiles [block_tiles][num_kv_heads]; both are multiples of 32.
+ * projected: KVL_ALL; KVL_KEYS, without values, which are the keys before norm and rotation; KVL_QUERIES, of a layer that
+ * reads the keys and values that another one has written. value_norm: vector [value_dim], the weights of an RMSNorm of
+ * each value; -1 = none. */
+enum { KVL_QUERIES = 0, KVL_KEYS = 1, KVL_ALL = 2 };
 typedef struct {
-    int32_t num_heads, num_kv_heads, key_dim, value_dim;
+    int32_t num_heads, num_kv_heads, key_dim, value_dim, projected, value_norm;
     int64_t keys_at, values_at;
 } kvl_attention;
 int32_t kvl_add_attention(kvl_model *model, const kvl_attention *attention); /* returns its index */

@@ -55,6 +55,18 @@ void Step::place_heads(const kvl_instruction& instruction, int thread) {
     });
 }
 
+// Heads of keys, and of values, in a row of the linear.
+static int num_keys(const kvl_attention& own) { return own.projected == KVL_QUERIES ? 0 : own.num_kv_heads; }
+static int num_values(const kvl_attention& own) { return own.projected == KVL_ALL ? own.num_kv_heads : 0; }
+
+// Normalises a value in place and stores it.
+template <class Cache>
+void Step::place_value(const kvl_attention& own, const Place& place, int head, float* at) const {
+    const float* weight = vector(own.value_norm);
+    if (weight != nullptr) rms_norm(at, weight, own.value_dim, own.value_dim, shape_.norm_eps, at);
+    Cache::store_value(value_tile(own, place, head), at, own.value_dim, place.slot);
+}
+
 // Normalises and rotates a query or key head of a token in place and stores it; a value head is only stored. `head`
 // counts queries first, then keys, then values, then gates. Queries and gates go to the step's scratch memory, keys and
 // values to the cache.
@@ -69,12 +81,17 @@ void Step::place_head(const kvl_instruction& instruction, int64_t token, int hea
     const auto norm_at = [&](int when) {
         if (weight != nullptr && instruction.source == when) rms_norm(at, weight, dim, dim, shape_.norm_eps, at);
     };
-    const int key = head - own.num_heads, value = key - own.num_kv_heads, gate = value - own.num_kv_heads;
+    const int key = head - own.num_heads, value = key - num_keys(own), gate = value - num_values(own);
     if (gate >= 0) {
         std::copy(at, at + own.value_dim, scratch_.gates.row(token) + int64_t(gate) * own.value_dim);
         return;
     }
-    if (value >= 0) return Cache::store_value(value_tile(own, place, value), at, own.value_dim, place.slot);
+    if (value >= 0) return place_value<Cache>(own, place, value, at);
+    if (key >= 0 && own.projected == KVL_KEYS) {
+        alignas(64) float copy[kMaxHeadDim];
+        std::copy(at, at + dim, copy);
+        place_value<Cache>(own, place, key, copy);
+    }
     norm_at(KVL_NORM_HEADS);
     if (rope.dim > 0) rotate(at, rope.at + int64_t(position) * rope.dim, rope.dim);
     norm_at(KVL_NORM_ROTATED);
@@ -102,12 +119,12 @@ void Step::place_token(const kvl_instruction& instruction, int64_t token) {
     const kvl_attention& own = attention_of(instruction);
     float* row = scratch_.qkv.row(token);
     if (instruction.source == KVL_NORM_ROWS) {
-        const int64_t queries = own.num_heads * own.key_dim, keys = own.num_kv_heads * own.key_dim;
+        const int64_t queries = own.num_heads * own.key_dim, keys = num_keys(own) * own.key_dim;
         rms_norm(row, vector(instruction.vector), queries, queries, shape_.norm_eps, row);
-        rms_norm(row + queries, vector(instruction.vector2), keys, keys, shape_.norm_eps, row + queries);
+        if (keys > 0) rms_norm(row + queries, vector(instruction.vector2), keys, keys, shape_.norm_eps, row + queries);
     }
-    const int values = own.num_heads + own.num_kv_heads;  // the first of them, behind queries and keys
-    const int end = values + own.num_kv_heads + (instruction.is_gated ? own.num_heads : 0);
+    const int values = own.num_heads + num_keys(own);  // the first of them, behind queries and keys
+    const int end = values + num_values(own) + (instruction.is_gated ? own.num_heads : 0);
     for (int head = 0; head < end; head++) {
         place_head<Cache>(instruction, token, head, row);
         row += head < values ? own.key_dim : own.value_dim;

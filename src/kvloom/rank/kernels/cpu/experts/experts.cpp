@@ -50,7 +50,10 @@ void Step::route(const kvl_instruction& instruction, int thread) {
     for (int64_t r = small ? 0 : deal(rows, thread); r < (small ? rows : deal(rows, thread + 1)); r++) {
         const float* x = float_row(instruction, r, scratch_.row[size_t(thread)]);
         store_activations(to, r, x, linear.padded_cols, linear.activation_format());
-        score_row(mixture, r, x, thread);
+        const float* read = vector(mixture.router_norm);
+        float* const room = scratch_.row[size_t(thread)];
+        if (read) rms_norm(scratch_.residual.row(r), read, model_.hidden_stride(), shape_.hidden, shape_.norm_eps, room);
+        score_row(mixture, r, read ? room : x, thread);
         if (!small) choose_row(mixture, r, thread, e.chosen + r * mixture.per_token);
     }
     sync(thread);
@@ -200,8 +203,8 @@ void Step::down_panel(const kvl_instruction& instruction, int64_t group, int64_t
             F32 lo = load(sums + (r - begin) * kPanel), hi = load(sums + (r - begin) * kPanel + kLanes);
             if (bias) lo = add(lo, load(bias)), hi = add(hi, load(bias + kLanes));
             const size_t slot = size_t(first + r);
-            const F32 weight = splat(groups.weight[slot] * shape_.residual_scale);
-            float* to = scratch_.residual.row(groups.row[slot]) + index * kPanel;
+            const F32 weight = splat(groups.weight[slot] * (mixture.to_branch ? 1.0f : shape_.residual_scale));
+            float* to = (mixture.to_branch ? scratch_.branch : scratch_.residual).row(groups.row[slot]) + index * kPanel;
             store(to, fma(lo, weight, load(to)));
             store(to + kLanes, fma(hi, weight, load(to + kLanes)));
         }

@@ -100,6 +100,8 @@ struct Scratch {
     int64_t capacity = 0;  // tokens
     Rows residual, qkv, attended, mlp;  // qkv: output of every linear with KVL_TO_QKV
     Rows branch;                        // output of KVL_TO_BRANCH, not yet normalised
+    Rows beside;                        // what KVL_NORM_BRANCH keeps; empty if there is none
+    Rows inputs;                        // what the layers get besides the residual stream; empty if there is none
     Rows gates;                         // of attention, before the sigmoid; empty if no layer has such
     Rows mixed;                         // output of mixers with a state; empty if there are none
     uint16_t* queries;                  // [num_kv_heads][tokens][heads per kv head][key_dim], as attention/kvcache.hpp
@@ -142,8 +144,8 @@ struct kvl_model {
     // one per thread; linears are in execution order, so that a thread reads its arena sequentially
     std::vector<kvl::HugeBuffer> arenas;
     std::vector<kvl_instruction> program;
-    // index of the instruction from which on only requested tokens are needed: the last attention, or behind the last
-    // mixer with a state; -1 = there is neither
+    // index of the instruction from which on only requested tokens are needed: the last attention whose keys are its own,
+    // or behind the last mixer with a state; -1 = there is neither
     int64_t last_mixer = -1;
     std::vector<uint8_t> turns;  // [program] index of the element of Scratch::quantised that was written last
     std::vector<std::unique_ptr<kvl::Adapter>> adapters;  // by id; null = free

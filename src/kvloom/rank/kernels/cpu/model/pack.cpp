@@ -345,7 +345,8 @@ int32_t kvl_set_program(kvl_model* model, const kvl_instruction* instructions, i
         model->program.assign(instructions, instructions + count);
         model->last_mixer = -1;
         for (int32_t i = 0; i < count; i++) {
-            if (instructions[i].kind == KVL_ATTENTION) model->last_mixer = i;
+            const bool attends = instructions[i].kind == KVL_ATTENTION;
+            if (attends && model->attentions[size_t(instructions[i].layer)].projected != KVL_QUERIES) model->last_mixer = i;
             if (kvl::is_mixing(instructions[i].kind)) model->last_mixer = i + 1;
         }
         model->turns.clear();

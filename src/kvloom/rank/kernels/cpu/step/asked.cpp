@@ -35,7 +35,7 @@ Asked::Asked(const kvl_model& model, const kvl_batch& all)
 // before it has moved.
 void Asked::gather(Scratch& scratch) const {
     const int64_t count = int64_t(tokens_.size());
-    for (const Rows& rows : {scratch.residual, scratch.gates, scratch.mixed})
+    for (const Rows& rows : {scratch.residual, scratch.gates, scratch.mixed, scratch.inputs})
         for (int64_t i = 0; rows.stride > 0 && i < count; i++)
             std::memmove(rows.row(i), rows.row(tokens_[size_t(i)]), size_t(rows.stride) * sizeof(float));
     const kvl_instruction& next = model_.program[size_t(model_.last_mixer)];

@@ -33,14 +33,21 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
         outputs = std::max(outputs, round_up(int64_t(a.num_heads) * a.value_dim, kPad));
         key_dim = std::max<int64_t>(key_dim, a.key_dim);
     }
-    int64_t qkv = 0;
-    for (const kvl_instruction& i : model.program)
-        if (i.kind == KVL_LINEAR && i.epilogue == KVL_TO_QKV)
-            qkv = std::max(qkv, round_up(model.linears[size_t(i.linear)].rows, kPad));
-    const bool is_gated = std::any_of(model.program.begin(), model.program.end(), [](const kvl_instruction& i) { return i.is_gated != 0; });
+    const auto widest_to = [&](int epilogue) {
+        int64_t most = 0;
+        for (const kvl_instruction& i : model.program)
+            if (i.kind == KVL_LINEAR && i.epilogue == epilogue) most = std::max(most, round_up(model.linears[size_t(i.linear)].rows, kPad));
+        return most;
+    };
+    const auto has = [&](const auto& is_one) { return std::any_of(model.program.begin(), model.program.end(), is_one); };
+    const int64_t qkv = widest_to(KVL_TO_QKV), inputs = widest_to(KVL_TO_INPUTS);
+    const bool is_gated = has([](const kvl_instruction& i) { return i.is_gated != 0; });
+    const int64_t beside = has([](const kvl_instruction& i) { return i.kind == KVL_NORM_BRANCH; }) ? hidden : 0;
     const int64_t widest = s.widest = std::max({hidden, mlp, outputs, widest_mixer(model)});
     s.residual = {take<float>(at, tokens * hidden), hidden};
     s.branch = {take<float>(at, tokens * hidden), hidden};
+    s.beside = {take<float>(at, tokens * beside), beside};
+    s.inputs = {take<float>(at, tokens * inputs), inputs};
     s.qkv = {take<float>(at, tokens * qkv), qkv};
     s.attended = {take<float>(at, tokens * outputs), outputs};
     s.gates = {take<float>(at, is_gated ? tokens * outputs : 0), is_gated ? outputs : 0};
@@ -91,6 +98,8 @@ void Step::execute(const kvl_instruction& instruction, int thread) {
         case KVL_MAMBA2:
         case KVL_DELTA_RULE: return mix(instruction, thread);
         case KVL_ADD_NORMED: return add_normed(instruction, thread);
+        case KVL_NORM_BRANCH: return norm_branch(instruction, thread);
+        case KVL_LAYER_INPUTS: return make_inputs(instruction, thread);
         case KVL_STATES: return keep_states(instruction, thread);
         case KVL_ADD_POSITIONS: return add_positions(instruction, thread);
         case KVL_LAYER_NORM: return norm_layer(instruction, thread);
@@ -159,25 +168,14 @@ const float* Step::float_row(const kvl_instruction& instruction, int64_t row, fl
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     if (instruction.kind == KVL_QUANT && instruction.source == KVL_FROM_GATE_UP)
         return activate(instruction.epilogue, shape_, scratch_.qkv.row(row), linear.cols, room);
+    if (instruction.kind == KVL_QUANT && instruction.source == KVL_FROM_INPUTS)
+        return gated_inputs(instruction, row, linear.cols, room);
     if (instruction.kind == KVL_QUANT && instruction.source == KVL_FROM_NORMED_MIXER)
         return norm_groups(model_, model_.mamba2s[size_t(instruction.layer)], scratch_.mixed.row(row), linear.padded_cols, room);
     if (instruction.kind == KVL_QUANT) return source_of(instruction).row(row);
     const float* x = scratch_.residual.row(instruction.kind == KVL_ROWS_NORM_QUANT ? batch_.rows[row] : row);
     rms_norm(x, vector(instruction.vector), linear.padded_cols, shape_.hidden, shape_.norm_eps, room);
     return room;
-}
-
-// KVL_ADD_NORMED: normalises a branch's output and adds it to the residual stream.
-void Step::add_normed(const kvl_instruction& instruction, int thread) {
-    const int64_t count = model_.hidden_stride();
-    float* normed = scratch_.row[size_t(thread)];
-    const F32 scale = splat(shape_.residual_scale);
-    for (int64_t r = deal(batch_.num_tokens, thread); r < deal(batch_.num_tokens, thread + 1); r++) {
-        float* to = scratch_.residual.row(r);
-        rms_norm(scratch_.branch.row(r), vector(instruction.vector), count, shape_.hidden, shape_.norm_eps, normed);
-        for (int64_t k = 0; k < count; k += kLanes) store(to + k, fma(load(normed + k), scale, load(to + k)));
-    }
-    sync(thread);
 }
 
 // KVL_STATES: stores the rows, normalised if the instruction has a vector, of tokens whose states are requested. Needs
@@ -283,6 +281,7 @@ Rows Step::target_of(const kvl_instruction& linear) const {
         case KVL_GATED_RESIDUAL: return scratch_.residual;
         case KVL_TO_BRANCH: return scratch_.branch;
         case KVL_TO_QKV: return scratch_.qkv;
+        case KVL_TO_INPUTS: return scratch_.inputs;
         default: return scratch_.mlp;
     }
 }

@@ -69,6 +69,9 @@ class Step {
     template <class Work>
     void mix_channels(const kvl_instruction& instruction, int64_t count, int64_t state_at, int thread, const Work& work);
     void add_normed(const kvl_instruction& instruction, int thread);
+    void norm_branch(const kvl_instruction& instruction, int thread);
+    void make_inputs(const kvl_instruction& instruction, int thread);
+    const float* gated_inputs(const kvl_instruction& instruction, int64_t row, int64_t size, float* room) const;
     void add_positions(const kvl_instruction& instruction, int thread);
     void norm_layer(const kvl_instruction& instruction, int thread);
     void keep_states(const kvl_instruction& instruction, int thread);
@@ -109,6 +112,8 @@ class Step {
     void place_heads(const kvl_instruction& instruction, int thread);
     template <class Cache>
     void place_token(const kvl_instruction& instruction, int64_t token);
+    template <class Cache>
+    void place_value(const kvl_attention& own, const Place& place, int head, float* at) const;
     template <class Cache>
     void place_head(const kvl_instruction& instruction, int64_t token, int head, float* at);
     int64_t query_at(const kvl_attention& own, int64_t token, int head) const;

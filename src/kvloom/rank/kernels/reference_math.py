@@ -1,0 +1,49 @@
+"""Functions of the reference backend."""
+
+import torch
+from torch import Tensor
+
+from kvloom.checkpoints.families.spec import Experts
+
+
+def normed(x: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension without weights, in float32."""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+
+
+def routed(logits: Tensor, experts: Experts, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Numbers and weights of the experts that each row of router logits [T, experts] chooses, [T, per_token]."""
+    scores = logits.sigmoid() if experts.scores == "sigmoid" else logits.softmax(-1)
+    ranks = logits if experts.scores == "softmax" and correction is None else scores
+    if correction is not None:
+        ranks = ranks + correction.float()
+    if experts.kept_groups < experts.groups:
+        groups = ranks.view(len(ranks), experts.groups, -1)
+        kept = groups.topk(2, -1).values.sum(-1).topk(experts.kept_groups, -1).indices
+        dropped = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, kept, False)
+        ranks = groups.masked_fill(dropped[..., None], -torch.inf).flatten(-2)
+    chosen = ranks.topk(experts.per_token, -1).indices
+    weights = scores.gather(-1, chosen)
+    if experts.weighs_chosen:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+    return chosen, weights * experts.scale
+
+
+def mask_of(keys: Tensor, pos: Tensor, window: int | None, sees_ahead: bool) -> Tensor:
+    """[T, K]: which keys, by position, a token at `pos` attends to."""
+    behind = pos[:, None] - keys[None, :]
+    mask = torch.ones_like(behind, dtype=torch.bool) if sees_ahead else behind >= 0
+    return mask if window is None else mask & (behind.abs() < window)
+
+
+def capped(x: Tensor, softcap: float) -> Tensor:
+    return torch.tanh(x / softcap) * softcap if softcap else x
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the first dimensions of x [T, heads, head_dim]; as many as cos has."""
+    rotated, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = rotated.chunk(2, -1)
+    rotated = rotated * cos + torch.cat((-second, first), -1) * sin
+    return torch.cat((rotated, kept), -1) if kept.shape[-1] else rotated
