@@ -17,6 +17,7 @@
 #include "runtime/pool.cpp"
 #include "sampling/draw.cpp"
 #include "step/asked.cpp"
+#include "step/branch.cpp"
 #include "step/fused.cpp"
 #include "step/step.cpp"
 
