@@ -116,7 +116,8 @@ ARRIVALS = st.lists(
 )
 def test_every_request_ends_when_it_does_in_the_engine(trace, num_blocks, options):
     policy = options["prefill_policy"]
-    config = EngineConfig(backend="fake", max_batch=4, max_tokens_per_step=16, decode_policy=policy, **options)
+    sizes = {"max_batch": 4, "max_tokens_per_step": 16, "num_speculative_tokens": 0}  # a simulation knows no tokens
+    config = EngineConfig(backend="fake", decode_policy=policy, **sizes, **options)
     real = EngineAtItsOwnTime(trace, num_blocks, config)
     ended_s = real.run()
     found = simulate(trace, config, make_times(num_blocks))

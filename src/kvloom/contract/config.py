@@ -145,10 +145,10 @@ class EngineConfig:
     prefill_ms_per_seq: int = 0
     decode_ms_per_seq: int = 0
     max_queue_delay_s: float = 0.0
-    num_speculative_tokens: int = 0  # most tokens drafted for a sequence by prompt lookup; 0 = off
+    num_speculative_tokens: int = -1  # most tokens guessed for a sequence; -1 = lookup.MOST_TOKENS, 0 = off
     prompt_lookup_min: int = 2  # shortest and longest n-gram that is looked up
-    prompt_lookup_max: int = 4
-    max_draft_tokens: int = 16  # as in Limits: with many sequences drafts cost more than they save
+    prompt_lookup_max: int = 8
+    max_draft_tokens: int = 64  # as in Limits
     enable_prefix_cache: bool = True
     snapshot_share: float = SNAPSHOT_SHARE  # of the cache's memory, for states that others may begin with
     run_ahead: bool = True  # send the step after a decode before the decode's tokens are known
@@ -179,7 +179,7 @@ class EngineConfig:
             ("max_tokens_per_step", 1),
             ("max_iter_times", 1),
             ("world_size", 1),
-            ("num_speculative_tokens", 0),
+            ("num_speculative_tokens", -1),
             ("prompt_lookup_min", 1),
             ("prompt_lookup_max", self.prompt_lookup_min),
         ):

@@ -36,6 +36,13 @@ class Counts:
             times[0] += 1
             times[1] += compute_s
 
+    def drafts(self, num_drafted: int, num_accepted: int) -> None:
+        """Record what became of one sequence's draft, if it had one."""
+        if num_drafted:
+            self.add("total_drafts")
+            self.add("total_draft_tokens", num_drafted)
+            self.add("total_accepted_tokens", num_accepted)
+
     def stats(self, gauges: Mapping[str, Any], tier: Mapping[str, Any]) -> Stats:
         """The Stats of this moment; `gauges` and `tier` are keyed by field names of Stats too."""
         return Stats(

@@ -22,6 +22,7 @@ from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.adapters import Adapter, Adapters
 from kvloom.engine.completed import StepSize
 from kvloom.engine.counts import Counts, gauges
+from kvloom.engine.drafting import Drafting
 from kvloom.engine.giving import GivenEnds, check_giving, giving_of
 from kvloom.engine.link.executor import Executor
 from kvloom.engine.live import Arrivals, Fresh, Live, oldest_wait_s
@@ -30,7 +31,7 @@ from kvloom.engine.schedule.again import Again
 from kvloom.engine.schedule.ahead import may_follow, must_wait
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.commit import apply_step, check, commit_step, end_seq, is_stale, release_seq, swap_out
-from kvloom.engine.schedule.lookup import lookup_of
+from kvloom.engine.schedule.lookup import guesser_of
 from kvloom.engine.schedule.pace import Pace
 from kvloom.engine.schedule.policies import Turns, policy_of
 from kvloom.engine.schedule.scheduler import Circumstances, plan_step
@@ -78,6 +79,7 @@ class Engine:
         self._under_way: deque[Plan] = deque()  # plans submitted and not collected, oldest first
         self._counts = Counts()
         self._pace = Pace(config.max_gap_s, config.step_timeout_s)
+        self._drafting = Drafting(self._pace, clock)
         self.reset()
 
     def reset(self) -> None:
@@ -124,8 +126,7 @@ class Engine:
         seq.may_reuse = request.may_reuse and not seq.is_whole
         seq.giving = giving_of(request, self._limits.block_size)
         seq.extend_hashes(self._limits.block_size)
-        live.lookup = lookup_of(self.config, self._executor.info)
-        seq.may_run_ahead = live.lookup is None  # a draft follows from the last token, so that must be known
+        live.guesser = guesser_of(self.config, self._executor.info)
         self._counts.add("total_requests")
         self._counts.add("total_prompt_tokens", seq.num_prompt)
         self._by_request[request.id] = live
@@ -262,9 +263,12 @@ class Engine:
         self._transfers.save(fresh)
         self._transfers.give(step.seq for step in plan.steps)
         for step in steps:
-            live = self._seqs[step.seq.id]
-            if live.finish is not None or live.lookup is not None:
-                self._end_or_draft(live, len(step.draft), max(0, len(samples[step.seq.id]) - 1))
+            self._counts.drafts(len(step.draft), len(samples[step.seq.id]) - 1)
+            if self._seqs[step.seq.id].finish is not None:
+                self._end(self._seqs[step.seq.id])
+        going_on = [live for step in steps if (live := self._seqs.get(step.seq.id))]
+        self._drafting.draft(going_on, self._executor.max_submitted > 1)
+        self._drafting.ended(output.compute_s, bool(self._seqs) and not self._under_way)
 
     def settle(self) -> None:
         """Wait for all steps under way. Raises RankDied."""
@@ -312,6 +316,7 @@ class Engine:
         self._transfers.load(plan.loads, self._clock())
         batch = Batch(self._introduce(plan), work, self._dropped, copies, *self._transfers.take_new())
         self._again.shorten(batch)
+        self._drafting.sent(not self._under_way)
         self._under_way.append(plan)
         self._executor.submit(batch)
         self._dropped = []
@@ -366,19 +371,11 @@ class Engine:
         self._fresh += fresh
         return [item.token.token_id for item in fresh if item.token is not None]
 
-    def _end_or_draft(self, live: Live, num_drafted: int, num_accepted: int) -> None:
-        """After a sequence has its sampled tokens: end it, or draft what may follow."""
-        seq = live.seq
-        if num_drafted:
-            self._counts.add("total_draft_tokens", num_drafted)
-            self._counts.add("total_accepted_tokens", num_accepted)
-        if live.finish is not None:
-            del self._seqs[seq.id]
-            end_seq(seq, self._pool)
-            self._dropped.append(seq.id)
-        elif live.lookup is not None:
-            live.lookup.learn(num_drafted, num_accepted)
-            seq.draft = live.lookup.propose(seq.token_ids, seq.max_len - len(seq.token_ids) - 1)
+    def _end(self, live: Live) -> None:
+        """Its last token is known."""
+        del self._seqs[live.seq.id]
+        end_seq(live.seq, self._pool)
+        self._dropped.append(live.seq.id)
 
     def _drain(self) -> list[Delta]:
         """Deltas of the tokens sampled last, and of requests that ended without a step."""

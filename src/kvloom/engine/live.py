@@ -12,7 +12,7 @@ from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.counts import Counts
 from kvloom.engine.schedule.blocks import BASE, Scope
 from kvloom.engine.schedule.commit import forget_rank
-from kvloom.engine.schedule.lookup import PromptLookup
+from kvloom.engine.schedule.lookup import Guesser
 from kvloom.engine.schedule.seq import Seq, SeqStep, Status
 from kvloom.engine.text.detok import Detokenizer, text_bytes
 from kvloom.engine.text.stop import Ends, StopStrings, finish_of
@@ -29,7 +29,7 @@ class Live:
     detok: Detokenizer
     stops: StopStrings
     arrival_s: float
-    lookup: PromptLookup | None = None  # drafts its next tokens; None = no speculation
+    guesser: Guesser | None = None  # of its next tokens; None = no speculation
     is_known: bool = False  # the rank has its NewSeq
     num_lost: int | None = None  # tokens that were computed when a rank died, until it runs again
     finish: FinishReason | None = None  # why the last token ends the answer; stop strings are found only later

@@ -48,6 +48,7 @@ class Stats:
     total_output_tokens: int = 0
     total_preemptions: int = 0
     total_swapped: int = 0  # of the preemptions, those that were copied to the host
+    total_drafts: int = 0  # steps of a sequence that had drafted tokens
     total_draft_tokens: int = 0  # drafted tokens
     total_accepted_tokens: int = 0  # and those that were accepted
     total_compute_s: float = 0.0

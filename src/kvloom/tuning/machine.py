@@ -84,7 +84,6 @@ class Machine:
         self._policy = policy_of(config.prefill_policy, config.decode_policy)
         self._turns = Turns(config.fair_token_s)
         self._most_under_way = max_submitted(config)
-        self._may_run_ahead = config.num_speculative_tokens == 0
         self._under_way: deque[_UnderWay] = deque()
         self._pace = Pace(config.max_gap_s, config.step_timeout_s)
         self._live: dict[int, _Live] = {}  # in order of arrival
@@ -114,7 +113,7 @@ class Machine:
     def add(self, job: Job, hashes: Sequence[bytes] = ()) -> None:
         """Add a job to the queue. `hashes`: those of its first blocks, if known."""
         seq = Seq(job.id, list(job.tokens), len(job.tokens), salt=job.salt, hashes=list(hashes))
-        seq.priority, seq.may_run_ahead = job.priority, self._may_run_ahead
+        seq.priority = job.priority
         wanted = min(job.num_output, self.max_output or job.num_output)
         seq.max_len = min(self.max_seq_len, len(job.tokens) + wanted)
         seq.turn = self._turns.turn(job.arrival_s, seq.max_len, job.tenant, job.priority, job.slo_s)

@@ -161,7 +161,7 @@ PLAIN = (
 def test_a_batch_that_is_kept_gives_what_one_made_anew_gives(model, monkeypatch, fields, table_step):
     """Sequences arrive late, end, need blocks beyond the table's width, and are preempted where blocks are few."""
     size = {} if "num_blocks" in fields else {"kv_cache_bytes": KV_BYTES}
-    config = EngineConfig(model=model, backend="cpu", max_batch=5, **size, **fields)
+    config = EngineConfig(model=model, backend="cpu", max_batch=5, num_speculative_tokens=0, **size, **fields)
     requests = [Request(f"r{i}", tuple(range(1, 4 + i)), params) for i, params in enumerate(PLAIN)]
     kept: list[int] = []
     step = Steady.step

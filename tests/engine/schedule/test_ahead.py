@@ -201,14 +201,13 @@ def test_every_answer_is_the_same_with_and_without(fields):
     assert answers(**fields) == answers(**fields, run_ahead=False)
 
 
-def test_it_is_counted_and_guesses_and_executors_that_overlap_nothing_go_step_by_step():
+def test_it_is_counted_and_executors_that_overlap_nothing_go_step_by_step():
     def num_ahead(engine: Engine) -> tuple[int, bool]:
         run_all(engine, Request("a", prompt(9), GREEDY), Request("b", prompt(5, 50), DRAWN))
         return engine.stats().total_steps_ahead, engine.stats().total_steps > 8
 
     assert num_ahead(fake_engine()) == (7, True)
     assert num_ahead(fake_engine(run_ahead=False)) == (0, True)
-    assert num_ahead(fake_engine(num_speculative_tokens=2)) == (0, True)
     alone = Engine(
         EngineConfig(backend="fake"), InProcessExecutor(FakeRunner(EngineConfig(backend="fake"))), VOCABULARY
     )

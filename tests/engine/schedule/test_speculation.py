@@ -1,5 +1,6 @@
 """Prompt lookup: which tokens are guessed, what a step does with guesses, and that no guess changes an answer."""
 
+import itertools
 from typing import ClassVar
 
 import pytest
@@ -13,7 +14,8 @@ from kvloom.contract.request import FinishReason, Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.commit import apply_step, check, commit_step
-from kvloom.engine.schedule.lookup import PromptLookup
+from kvloom.engine.schedule.lookup import Guess, Guesser, PromptLookup
+from kvloom.engine.schedule.profit import Bid, Turnaround, draft_lengths
 from kvloom.engine.schedule.scheduler import plan_step
 from kvloom.engine.schedule.seq import Seq
 from kvloom.rank.fake import fake_next
@@ -27,51 +29,145 @@ LIMITS = Limits(4, 16, BLOCK, max_draft_tokens=8)
 # -- which tokens are guessed
 
 
+def guessed(lookup: PromptLookup, tokens: list[int], most: int = 10) -> tuple[list[int], int]:
+    guess = lookup.propose(tokens, most)
+    return list(guess.tokens), guess.size
+
+
 def test_what_followed_the_last_time_is_guessed():
-    assert PromptLookup(2, 3, 4).propose([5, 6, 7, 8, 9, 1, 5, 6], 10) == [7, 8, 9, 1]
+    assert guessed(PromptLookup(2, 3), [5, 6, 7, 8, 9, 1, 5, 6], 4) == ([7, 8, 9, 1], 2)
 
 
 def test_the_longest_match_wins_and_of_equal_ones_the_latest():
-    assert PromptLookup(1, 3, 2).propose([1, 2, 3, 4, 9, 3, 5, 9, 1, 2, 3], 10) == [4, 9]
-    assert PromptLookup(1, 1, 2).propose([3, 4, 3, 5, 3], 10) == [5, 3]
+    assert guessed(PromptLookup(1, 3), [1, 2, 3, 4, 9, 3, 5, 9, 1, 2, 3], 2) == ([4, 9], 3)
+    assert guessed(PromptLookup(1, 1), [3, 4, 3, 5, 3], 2) == ([5, 3], 1)
 
 
 def test_nothing_is_guessed_when_the_end_is_new_or_nothing_is_wanted():
-    assert PromptLookup(2, 3, 4).propose([1, 2, 3, 4, 5], 10) == []
-    assert PromptLookup(2, 3, 4).propose([1, 2, 1, 2], 0) == []
-    assert PromptLookup(2, 3, 4).propose([1, 1], 10) == []
-    assert PromptLookup(1, 3, 4).propose([1], 10) == []
-
-
-def test_drafts_shrink_when_they_are_wrong_and_grow_when_they_are_right():
-    lookup, tokens = PromptLookup(1, 1, 8), [*range(20), 0]
-    lengths = []
-    for num_accepted in (0, 1, 3, 0):
-        lengths.append(len(lookup.propose(tokens, 100)))
-        lookup.learn(lengths[-1], num_accepted)
-    lookup.learn(0, 0)  # no draft, so nothing is learned
-    assert [*lengths, len(lookup.propose(tokens, 100))] == [8, 1, 3, 7, 1]
+    nothing = ([], 0)
+    assert guessed(PromptLookup(2, 3), [1, 2, 3, 4, 5]) == nothing
+    assert guessed(PromptLookup(2, 3), [1, 2, 1, 2], 0) == nothing
+    assert guessed(PromptLookup(2, 3), [1, 1]) == nothing
+    assert guessed(PromptLookup(1, 3), [1]) == nothing
 
 
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=60),
     st.lists(st.integers(1, 9), max_size=9),
-    st.integers(1, 3),
-    st.integers(0, 2),
+    st.sampled_from([(1, [1]), (1, [2, 1]), (2, [8, 4, 2]), (3, [7, 3])]),
 )
-def test_a_guess_is_what_a_plain_search_finds_however_the_tokens_came(tokens, cuts, low, more):
-    def search() -> list[int]:
-        for size in range(low + more, low - 1, -1):
+def test_a_guess_is_what_a_plain_search_finds_however_the_tokens_came(tokens, cuts, sizes):
+    low, sizes = sizes
+
+    def search() -> tuple[list[int], int]:
+        for size in sizes:
             for end in range(len(tokens) - 1, size - 1, -1):
                 if len(tokens) > size and tokens[end - size : end] == tokens[-size:]:
-                    return tokens[end : end + 5]
-        return []
+                    return tokens[end : end + 5], size
+        return [], 0
 
-    lookup, length = PromptLookup(low, low + more, 5), 0
+    lookup, length = PromptLookup(low, sizes[0]), 0
     for cut in cuts:
         length = min(len(tokens), length + cut)
         lookup.propose(tokens[:length], 5)
-    assert lookup.propose(tokens, 5) == search()
+    assert guessed(lookup, tokens, 5) == search()
+
+
+def test_of_a_very_long_sequence_the_last_tokens_are_looked_up(monkeypatch):
+    monkeypatch.setattr("kvloom.engine.schedule.lookup._INDEXED_TOKENS", 6)
+    assert guessed(PromptLookup(2, 2), [1, 2, 7, *range(10, 20), 1, 2]) == ([], 0)
+    assert guessed(PromptLookup(2, 2), [*range(10, 20), 1, 2, 7, 1, 2]) == ([7, 1, 2], 2)
+
+
+# -- how likely they are
+
+
+def test_a_token_is_as_likely_as_guesses_like_it_were_right_and_all_before_it():
+    guesser = Guesser(PromptLookup(2, 8), 32)
+    tokens = [1, 2, *range(3, 12), 1, 2]
+    guesser.follow(tokens, 100)
+    before = guesser.chances()
+    assert before == sorted(before, reverse=True)
+    assert len(before) == len(guesser.guess.tokens) == 11
+    for token in (3, 4, 5):
+        tokens.append(token)
+        guesser.follow(tokens, 100)
+    assert guesser.chances()[0] > before[0]
+    tokens.append(99)
+    guesser.follow(tokens, 100)
+    assert not guesser.guess.tokens
+    tokens += [1, 2]
+    guesser.follow(tokens, 100)
+    assert guesser.guess.tokens[0] == 3
+    assert guesser.guess.size == 2
+    assert guesser.chances()[0] > before[0]  # the guess behind as few tokens was right; the wrong one came behind more
+    tokens += [98, 1, 2]
+    guesser.follow(tokens, 100)
+    assert guesser.chances()[0] < (before[0] * 2 * 0.9 + 1) / (2 * 0.9 + 1)
+
+
+def test_a_guess_is_as_long_as_is_asked_for():
+    guesser = Guesser(PromptLookup(1, 1), 3)
+    guesser.follow([1, 2, 3, 4, 5, 1], 100)
+    assert guesser.guess.tokens == [2, 3, 4]
+    guesser.follow([1, 2, 3, 4, 5, 1], 2)
+    assert guesser.guess.tokens == [2, 3]
+
+
+# -- how many pay
+
+
+@pytest.mark.parametrize(
+    ("chances", "num_seqs", "gap_s", "lengths"),
+    [
+        ([[0.9, 0.8, 0.05]], 1, 0.0, [2]),  # a row takes a tenth of the step
+        ([[0.09, 0.05]], 1, 0.0, [0]),
+        ([[]], 1, 0.0, [0]),
+        ([[0.9] * 40], 1, 0.0, [40]),
+        ([[0.15]], 1, 0.1, [0]),  # what is lost by not running ahead is more than it brings
+        ([[0.15]], 1, 0.0, [1]),
+        ([[0.9, 0.5], [0.95, 0.2]], 2, 0.0, [2, 1]),
+        ([[0.9, 0.8], []], 10, 0.0, [0, 0]),  # ten sequences bring as much with each tenth of a step
+        ([[0.9] * 40, []], 2, 0.0, [19, 0]),  # the other one does not wait for longer than three steps
+    ],
+)
+def test_rows_are_added_while_they_bring_more_than_the_step(chances, num_seqs, gap_s, lengths):
+    assert draft_lengths([Bid(own, 0.1) for own in chances], num_seqs, 1.0, gap_s) == lengths
+
+
+def speed(bids: list[Bid], lengths: list[int], num_seqs: int, gap_s: float) -> float:
+    """Tokens a second of steps that take one second without drafts."""
+    right = sum(sum(bid.chances[:length]) for bid, length in zip(bids, lengths, strict=True))
+    rows_s = sum(bid.row_s * length for bid, length in zip(bids, lengths, strict=True))
+    return (num_seqs + right) / (1 + rows_s + gap_s * any(lengths))
+
+
+@given(
+    st.lists(st.lists(st.floats(0, 1), max_size=4).map(lambda own: sorted(own, reverse=True)), min_size=1, max_size=2),
+    st.floats(0.001, 0.4),
+    st.floats(0, 0.5),
+)
+def test_no_other_lengths_are_faster(chances, row_s, gap_s):
+    bids, num_seqs = [Bid(own, row_s) for own in chances], len(chances)
+    best = speed(bids, draft_lengths(bids, num_seqs, 1.0, gap_s), num_seqs, gap_s)
+    for lengths in itertools.product(*(range(len(own) + 1) for own in chances)):
+        if num_seqs == 1 or sum(lengths) * row_s <= 2:
+            assert speed(bids, list(lengths), num_seqs, gap_s) <= best * (1 + 1e-9)
+
+
+def test_what_a_rank_waits_for_is_learned_where_nothing_runs_ahead():
+    turn = Turnaround()
+    for now_s in (0.0, 10.0, 20.0):  # a step takes the rank 6 s, and its messages 1 s
+        turn.sent(now_s, is_alone=True)
+        turn.ended(now_s + 7.0, 6.0, waits=True)
+    assert turn.seconds == 4.0
+    turn.sent(30.0, is_alone=False)
+    turn.ended(31.0, 0.1, waits=True)
+    assert turn.seconds == 4.0
+    turn.ended(31.0, 0.1, waits=False)
+    turn.sent(1000.0, is_alone=True)  # nobody asked for anything
+    turn.ended(1001.0, 1.0, waits=False)
+    assert turn.seconds == 4.0
 
 
 # -- what a step does with guesses
@@ -157,13 +253,13 @@ class HalfRightLookup(PromptLookup):
 
     every = 5  # about one guess in this many is wrong
 
-    def propose(self, token_ids, max_draft):
+    def propose(self, token_ids, most):
         context, draft = list(token_ids), []
-        for _ in range(min(4, max_draft)):
+        for _ in range(min(4, most)):
             token = fake_next(context, SamplingParams(temperature=0), 0)
             context.append(token if sum(context) % self.every else (token + 1) % 256)
             draft.append(context[-1])
-        return draft
+        return Guess(draft, 8)
 
 
 @pytest.fixture
@@ -176,7 +272,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
 
 
 def test_answers_come_in_fewer_steps_and_guesses_are_counted(guessing):
-    plain, engine = fake_engine(), fake_engine(**guessing)
+    plain, engine = fake_engine(num_speculative_tokens=0), fake_engine(**guessing)
     requests = [Request(f"r{i}", prompt(9, 30 * i), GREEDY) for i in range(3)]
     want, got = run_all(plain, *requests), run_all(engine, *requests)
     assert {id: tokens_of(d) for id, d in got.items()} == {id: tokens_of(d) for id, d in want.items()}
@@ -248,9 +344,9 @@ def test_log_probabilities_are_those_of_the_answer(guessing):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_speculative_tokens": -1}, "num_speculative_tokens: must be at least 0, got -1"),
+        ({"num_speculative_tokens": -2}, "num_speculative_tokens: must be at least -1, got -2"),
         ({"prompt_lookup_min": 0}, "prompt_lookup_min: must be at least 1, got 0"),
-        ({"prompt_lookup_min": 5}, "prompt_lookup_max: must be at least 5, got 4"),
+        ({"prompt_lookup_min": 9}, "prompt_lookup_max: must be at least 9, got 8"),
         ({"max_draft_tokens": -1}, "max_draft_tokens: must not be negative, got -1"),
     ],
 )

@@ -284,7 +284,7 @@ def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["serve", "--backend", "fake", "--grace", "nan"], "grace: must be between 0 and 86400 s, got nan"),
         (["serve", "--backend", "fake", "--max-batch", "0"], "--max-batch: must be between 1 and 5000, got 0"),
         (["serve", "--backend", "fake", "--max-batch", "5001"], "--max-batch: must be between 1 and 5000, got 5001"),
-        (["serve", "--backend", "fake", "--speculate", "65"], "--speculate: must be between 0 and 64, got 65"),
+        (["serve", "--backend", "fake", "--speculate", "65"], "--speculate: must be between -1 and 64, got 65"),
         (
             ["serve", "--backend", "fake", "--stream-interval", "0"],
             "--stream-interval: must be between 1 and 1000, got 0",

@@ -81,6 +81,11 @@ class StepCost:
         """Predicted seconds of a step. Needs at least one learned step."""
         return _dot(self._parts, load.amounts())
 
+    def row_s(self, seq: Seq) -> float:
+        """Predicted seconds that one more sampled token of a decoding sequence adds to a step."""
+        _, token_s, sample_s, kilopair_s = self._parts
+        return token_s + sample_s + kilopair_s * len(seq.token_ids) / 1000
+
     def prompt_s(self, seq: Seq, count: int) -> float:
         """Predicted seconds that the next `count` tokens of a prompt add to a step."""
         _, token_s, sample_s, kilopair_s = self._parts

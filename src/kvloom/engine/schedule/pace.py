@@ -14,6 +14,7 @@ from itertools import islice
 
 from kvloom.contract.config import Limits
 from kvloom.engine.schedule.cost import StepCost, decode_load, load_of
+from kvloom.engine.schedule.profit import Bid, draft_lengths
 from kvloom.engine.schedule.seq import Plan, Seq, Status
 
 GAP_STEPS = 3.0  # default gap, in steps that decode all sequences that stream or wait to
@@ -42,6 +43,13 @@ class Pace:
         """Predicted seconds of a step that decodes the running sequences; 0 before the first step, or if none runs."""
         load = decode_load([seq for seq in seqs if _is_decoding(seq)], 0)
         return self._cost.step_s(load) if load.num_tokens and self._cost.is_known else 0.0
+
+    def draft_lengths(self, seqs: Sequence[Seq], chances: Sequence[Sequence[float]], gap_s: float) -> list[int]:
+        """How many tokens to draft for each of the decoding `seqs`; see profit.py. `chances`: of their guesses."""
+        if not self._cost.is_known or not any(chances):
+            return [0] * len(seqs)
+        bids = [Bid(own, self._cost.row_s(seq)) for seq, own in zip(seqs, chances, strict=True)]
+        return draft_lengths(bids, len(seqs), self._cost.step_s(decode_load(seqs, 0)), gap_s)
 
     def limited(self, limits: Limits, seqs: Sequence[Seq]) -> Limits:
         """`limits` with the token budget of the next step."""

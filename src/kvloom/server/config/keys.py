@@ -241,8 +241,8 @@ _SCHEDULE: dict[str, Key] = {
     "supportSelectBatch": needed(bool, False, "weigh prefill against decode", setting="is_selecting"),
     "supportSwapPolicy": Key(bool, "preempted requests are swapped out to cpuMemSize", setting="is_swapping"),
     "numSpeculativeTokens": Key(
-        int, "tokens guessed ahead by prompt lookup; 0 is off", 0, 64, setting="num_speculative_tokens",
-        flag="--speculate",
+        int, "most tokens guessed ahead; -1 as many as pay, 0 is off", -1, 64, setting="num_speculative_tokens",
+        default=-1, flag="--speculate",
     ),
     "maxQueueDelayMicroseconds": needed(
         int, 5000, "how long a batch may wait to fill", 500, 1_000_000, setting="max_queue_delay_us"

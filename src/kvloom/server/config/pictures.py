@@ -20,7 +20,7 @@ _OF_LANGUAGE = {
     "snapshot_share": "snapshotShare",
     "num_speculative_tokens": "speculate",
 }
-_NEUTRAL: tuple[object, ...] = (None, "auto", False, 0, [])  # values without effect
+_NEUTRAL: tuple[object, ...] = (None, "auto", False, 0, -1, [])  # values without effect
 _OF_PICTURES = {"image_steps": "imageSteps", "image_guidance": "imageGuidance", "max_image_pixels": "maxImagePixels"}
 
 

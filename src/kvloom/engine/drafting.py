@@ -1,0 +1,37 @@
+"""Drafting: what sequences draft for their next steps, and which therefore do not run ahead."""
+
+from collections.abc import Callable, Iterable
+
+from kvloom.engine.live import Live
+from kvloom.engine.schedule.pace import Pace
+from kvloom.engine.schedule.profit import Turnaround
+
+
+class Drafting:
+    """Decides from what steps cost (`pace`), and from what a rank waits for where nothing runs ahead."""
+
+    def __init__(self, pace: Pace, clock: Callable[[], float]) -> None:
+        self._pace, self._clock = pace, clock
+        self._turnaround = Turnaround()
+
+    def sent(self, is_alone: bool) -> None:
+        """A step is sent to the rank; `is_alone`: none is under way."""
+        self._turnaround.sent(self._clock(), is_alone)
+
+    def ended(self, compute_s: float, waits: bool) -> None:
+        """A step's result is there. `waits`: none is under way, and there is more to do."""
+        self._turnaround.ended(self._clock(), compute_s, waits)
+
+    def draft(self, lives: Iterable[Live], runs_ahead: bool) -> None:
+        """After sequences have their sampled tokens: guess what follows, and draft what pays. A sequence that drafts
+        does not run ahead, because a draft follows from the last token.
+        """
+        guessing = [(live.seq, live.guesser) for live in lives if live.guesser is not None]
+        for seq, guesser in guessing:
+            guesser.follow(seq.token_ids, seq.max_len - len(seq.token_ids) - 1)
+        chances = [guesser.chances() for _, guesser in guessing]
+        gap_s = self._turnaround.seconds if runs_ahead else 0.0
+        lengths = self._pace.draft_lengths([seq for seq, _ in guessing], chances, gap_s)
+        for (seq, guesser), length in zip(guessing, lengths, strict=True):
+            seq.may_run_ahead = not length
+            seq.draft = [] if seq.num_computing else list(guesser.guess.tokens[:length])

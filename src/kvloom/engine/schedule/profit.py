@@ -1,0 +1,64 @@
+"""Profit: how many guessed tokens a step computes along, so that tokens come as fast as they can. Pure.
+
+A step of n sequences takes base seconds and brings n tokens. A drafted token makes the step longer by a row, and brings
+a token more as often as it, and all drafted before it, are right. So a row pays where it brings more tokens a second
+than the whole step does. Drafts follow from the last token; a step with drafts therefore cannot be sent while the one
+before it is under way, and costs the time between two such steps, too.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_NEWS = 0.1  # share of the newest turnaround in what is believed of them
+_STRETCH = 2.0  # times its own length that a step may become longer where others stream beside the drafts
+
+
+class Bid(NamedTuple):
+    """What drafts of one sequence bring: `chances` of each token that it and all before it are right, never growing;
+    and cost: seconds of one row.
+    """
+
+    chances: Sequence[float]
+    row_s: float
+
+
+def draft_lengths(bids: Sequence[Bid], num_seqs: int, base_s: float, gap_s: float) -> list[int]:
+    """How many tokens to draft for each bid. `num_seqs`: sequences of the step, which takes `base_s` without drafts;
+    `gap_s`: seconds that pass before a step with drafts and before no other.
+    """
+    lengths = [0] * len(bids)
+    rows = sorted((-chance / max(bid.row_s, 1e-12), i) for i, bid in enumerate(bids) for chance in bid.chances)
+    num_tokens, step_s = float(num_seqs), base_s + gap_s
+    longest_s = step_s + _STRETCH * base_s if num_seqs > 1 else float("inf")
+    for rate, i in rows:
+        row_s = bids[i].row_s
+        if -rate * step_s <= num_tokens or step_s + row_s > longest_s:
+            break
+        num_tokens += -rate * row_s
+        step_s += row_s
+        lengths[i] += 1
+    return lengths if num_tokens * base_s > num_seqs * step_s else [0] * len(bids)
+
+
+class Turnaround:
+    """Seconds that a rank waits between two steps of which the second is sent when the first has ended."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._sent_s: float | None = None  # when the step under way was sent; None = behind another one
+        self._ended_s: float | None = None  # when the last one ended; None = another was under way then
+        self._between_s = 0.0
+
+    def sent(self, now_s: float, is_alone: bool) -> None:
+        """A step is sent; `is_alone`: none is under way."""
+        self._sent_s = now_s if is_alone else None
+        self._between_s = now_s - self._ended_s if is_alone and self._ended_s is not None else 0.0
+
+    def ended(self, now_s: float, compute_s: float, waits: bool) -> None:
+        """A step has ended that the rank computed for `compute_s`; `waits`: the rank has nothing to do, and sequences
+        to go on with.
+        """
+        if self._sent_s is not None and self._between_s > 0:
+            lost_s = self._between_s + max(0.0, now_s - self._sent_s - compute_s)
+            self.seconds += _NEWS * (lost_s - self.seconds) if self.seconds else lost_s
+        self._ended_s = now_s if waits else None
