@@ -128,7 +128,7 @@ check: setup
 # Every branch of the pure modules is taken by an example that somebody wrote: nothing here is drawn.
 PURE := kvloom/engine/schedule/again kvloom/engine/schedule/ahead kvloom/engine/schedule/blocks kvloom/engine/schedule/scheduler kvloom/engine/schedule/commit \
   kvloom/engine/schedule/seq kvloom/engine/schedule/policies kvloom/engine/schedule/repute kvloom/engine/schedule/suspicion \
-  kvloom/engine/schedule/lookup kvloom/engine/schedule/snapshots kvloom/engine/schedule/keeping kvloom/engine/schedule/prefix kvloom/engine/schedule/swap kvloom/engine/schedule/places kvloom/engine/schedule/transfers \
+  kvloom/engine/schedule/lookup kvloom/engine/schedule/profit kvloom/engine/schedule/snapshots kvloom/engine/schedule/keeping kvloom/engine/schedule/prefix kvloom/engine/schedule/swap kvloom/engine/schedule/places kvloom/engine/schedule/transfers \
   kvloom/engine/schedule/cost kvloom/engine/schedule/pace \
   kvloom/engine/text/stop kvloom/engine/text/detok kvloom/contract/capacity kvloom/net/sites \
   kvloom/pool/storage/allocator kvloom/pool/storage/evict kvloom/pool/storage/budget kvloom/pool/cluster/placement \
