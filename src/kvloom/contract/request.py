@@ -64,6 +64,7 @@ class Request:
     kv_location: KvLocation | None = None  # where another engine has saved them; None = not saved
     sight: Sight | None = None  # images of the prompt; only for an engine whose RankInfo has vision
     is_look: bool = False
+    prediction: tuple[int, ...] = ()  # tokens of which the answer may consist, as far as is known: a source of guesses
     second: int = 0  # where the second of two texts begins, for models with token types; 0 = one text
 
     @property
@@ -106,6 +107,7 @@ def check_request(request: Request, max_seq_len: int, vocab_size: int) -> None:
     given = (
         ("prompt", request.prompt_ids),
         ("answer", request.answer),
+        ("prediction", request.prediction),
         ("logit_bias", request.params.logit_bias),
         ("stop_token_ids", request.params.stop_token_ids),
         ("logprob_ids", request.params.logprob_ids),
@@ -148,3 +150,4 @@ class Delta(msgspec.Struct, array_like=True, frozen=True):
     embedding: bytes | None = None  # pooled states, float32, not normalised
     kv_given: KvGiven | None = None  # with the finish_reason of a request that gives its KV blocks
     prompt_ids: tuple[int, ...] | None = None  # result of a look
+    num_guessed: tuple[int, int] = (0, 0)  # with the finish_reason: drafted tokens that were right, and wrong

@@ -126,7 +126,7 @@ class Engine:
         seq.may_reuse = request.may_reuse and not seq.is_whole
         seq.giving = giving_of(request, self._limits.block_size)
         seq.extend_hashes(self._limits.block_size)
-        live.guesser = guesser_of(self.config, self._executor.info)
+        live.guesser = guesser_of(self.config, self._executor.info, request.prediction)
         self._counts.add("total_requests")
         self._counts.add("total_prompt_tokens", seq.num_prompt)
         self._by_request[request.id] = live
@@ -263,9 +263,10 @@ class Engine:
         self._transfers.save(fresh)
         self._transfers.give(step.seq for step in plan.steps)
         for step in steps:
-            self._counts.drafts(len(step.draft), len(samples[step.seq.id]) - 1)
-            if self._seqs[step.seq.id].finish is not None:
-                self._end(self._seqs[step.seq.id])
+            live = self._seqs[step.seq.id]
+            self._counts.drafts(*live.judge(step.draft, len(samples[step.seq.id]) - 1))
+            if live.finish is not None:
+                self._end(live)
         going_on = [live for step in steps if (live := self._seqs.get(step.seq.id))]
         self._drafting.draft(going_on, self._executor.max_submitted > 1)
         self._drafting.ended(output.compute_s, bool(self._seqs) and not self._under_way)

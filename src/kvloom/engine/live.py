@@ -30,6 +30,7 @@ class Live:
     stops: StopStrings
     arrival_s: float
     guesser: Guesser | None = None  # of its next tokens; None = no speculation
+    num_guessed: tuple[int, int] = (0, 0)  # drafted tokens that were right, and wrong
     is_known: bool = False  # the rank has its NewSeq
     num_lost: int | None = None  # tokens that were computed when a rank died, until it runs again
     finish: FinishReason | None = None  # why the last token ends the answer; stop strings are found only later
@@ -97,6 +98,13 @@ class Live:
                 break
         return taken
 
+    def judge(self, draft: Sequence[int], num_right: int) -> tuple[int, int]:
+        """A step had drafted tokens, of which the first ones were right. Returns how many were drafted, and right."""
+        if draft:
+            right, wrong = self.num_guessed
+            self.num_guessed = right + num_right, wrong + len(draft) - num_right
+        return len(draft), num_right
+
     def tell(self, fresh: "Fresh") -> Delta:
         """The delta of a token. Ends the answer when the token completes a stop string."""
         _, token, finish = fresh
@@ -142,6 +150,7 @@ class Live:
             self.seq.num_cached,
             self.told_seed,
             embedding=self.embedding,
+            num_guessed=self.num_guessed if finish is not None else (0, 0),
         )
 
 

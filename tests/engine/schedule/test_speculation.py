@@ -43,6 +43,13 @@ def test_the_longest_match_wins_and_of_equal_ones_the_latest():
     assert guessed(PromptLookup(1, 1), [3, 4, 3, 5, 3], 2) == ([5, 3], 1)
 
 
+def test_a_text_that_is_predicted_is_looked_up_too():
+    lookup = PromptLookup(2, 4, [5, 6, 7, 8, 9])
+    assert guessed(lookup, [1, 5, 6], 2) == ([7, 8], 2)
+    assert guessed(lookup, [1, 5, 6, 7, 8], 2) == ([9], 4)
+    assert guessed(lookup, [1, 5, 6, 7, 8, 9], 2) == ([], 0)
+
+
 def test_nothing_is_guessed_when_the_end_is_new_or_nothing_is_wanted():
     nothing = ([], 0)
     assert guessed(PromptLookup(2, 3), [1, 2, 3, 4, 5]) == nothing
@@ -334,6 +341,20 @@ class GuessingMachine(EngineMachine):
 
 
 TestGuessingMachine = GuessingMachine.TestCase
+
+
+def test_an_answer_that_was_predicted_comes_in_fewer_steps_and_its_guesses_are_told():
+    plain = Request("a", prompt(9), GREEDY)
+    answer = truth(plain, 25)
+    predicted = Request("b", prompt(9), GREEDY, prediction=(*answer[:12], 3, 1, *answer[14:]))
+    engine, other = fake_engine(), fake_engine()
+    want, got = run_all(other, plain)["a"], run_all(engine, predicted)["b"]
+    assert tokens_of(got) == tokens_of(want) == answer
+    assert engine.stats().total_steps < other.stats().total_steps
+    right, wrong = got[-1].num_guessed
+    assert right > 5
+    assert wrong > 0
+    assert (right, right + wrong) == (engine.stats().total_accepted_tokens, engine.stats().total_draft_tokens)
 
 
 def test_log_probabilities_are_those_of_the_answer(guessing):

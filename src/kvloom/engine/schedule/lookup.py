@@ -28,14 +28,23 @@ class Guess(NamedTuple):
 class PromptLookup:
     """The n-grams of one sequence and where each occurred last. Owned by the engine's thread."""
 
-    def __init__(self, min_tokens: int, max_tokens: int) -> None:
-        """Looks up the last `max_tokens` tokens, then half as many, and so on; never fewer than `min_tokens`."""
+    def __init__(self, min_tokens: int, max_tokens: int, before: Sequence[int] = ()) -> None:
+        """Looks up the last `max_tokens` tokens, then half as many, and so on; never fewer than `min_tokens`.
+        `before`: other text, as if it stood before the sequence.
+        """
         self._sizes = [max_tokens]
         while self._sizes[-1] > min_tokens:
             self._sizes.append(max(min_tokens, self._sizes[-1] // 2))
         # hash of an n-gram -> end of its last occurrence before the current one; a collision is a bad guess
         self._ends: dict[int, int] = {}
         self._num_indexed = 0  # n-grams that end at or before this position are in _ends
+        self._before = before
+        self._ends_before = {
+            hash(tuple(before[end - size : end])): end
+            for end in range(len(before))
+            for size in self._sizes
+            if size <= end
+        }
 
     def propose(self, token_ids: Sequence[int], most: int) -> Guess:
         """At most `most` tokens that may follow; none when no n-gram at the end of `token_ids` occurred before.
@@ -44,8 +53,10 @@ class PromptLookup:
         """
         self._index(token_ids)
         for size in self._sizes if most > 0 else ():
-            end = self._ends.get(hash(tuple(token_ids[-size:]))) if len(token_ids) > size else None
-            if end is not None:
+            key = hash(tuple(token_ids[-size:]))
+            if (end := self._ends_before.get(key)) is not None:
+                return Guess(self._before[end : end + most], size)
+            if len(token_ids) > size and (end := self._ends.get(key)) is not None:
                 return Guess(token_ids[end : end + most], size)
         return Guess()
 
@@ -100,9 +111,11 @@ def _class_of(size: int) -> int:
     return min(size.bit_length(), len(_PRIOR) - 1)
 
 
-def guesser_of(config: EngineConfig, info: RankInfo) -> Guesser | None:
-    """Of one sequence; None when speculation is off, or a rejected draft would stay in a state."""
+def guesser_of(config: EngineConfig, info: RankInfo, before: Sequence[int]) -> Guesser | None:
+    """Of one sequence, which may go on as `before`; None when speculation is off, or a rejected draft would stay in a
+    state.
+    """
     if not config.num_speculative_tokens or info.num_states:
         return None
     most = config.num_speculative_tokens if config.num_speculative_tokens > 0 else MOST_TOKENS
-    return Guesser(PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max), most)
+    return Guesser(PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max, before), most)

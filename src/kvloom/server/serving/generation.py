@@ -47,6 +47,7 @@ class Generation:
     sight: Sight | None = None
     seconds: tuple[int, ...] = ()  # engine.request.Request's `second` of each prompt; () = 0
     tails: tuple[Tail, ...] = ()
+    prediction: tuple[int, ...] = ()  # as in engine.request.Request
 
     @property
     def is_look(self) -> bool:

@@ -259,6 +259,6 @@ def _requests(generation: Generation, serial: int, adapter: int) -> list[Request
             salt, pooling = generation.cache_salt, generation.pooling
             who = (salt, generation.tenant, generation.priority)
             request = Request(id, prompt, params, *who, pooling=pooling, adapter=adapter, second=second)
-            more = (generation.gives_kv, generation.kv_location, generation.sight)
-            requests.append(replace(request, gives_kv=more[0], kv_location=more[1], sight=more[2]))
+            more = (generation.gives_kv, generation.kv_location, generation.sight, generation.prediction)
+            requests.append(replace(request, gives_kv=more[0], kv_location=more[1], sight=more[2], prediction=more[3]))
     return requests

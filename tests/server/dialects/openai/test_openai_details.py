@@ -294,3 +294,27 @@ def test_to_those_who_send_anthropics_header_models_are_listed_page_by_page():
         assert page("?after_id=m4") == ([], False, None, None)
         response = server.client.get("/v1/models?after_id=x", headers={"anthropic-version": "2023-06-01"})
         assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+# -- predicted outputs
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_predicted_answer_is_the_answer_and_its_tokens_are_counted(server: FakeServer, stream: bool, in_parts: bool):
+    fields = {"max_tokens": 40, "stream": stream, **({"stream_options": {"include_usage": True}} if stream else {})}
+    plain = ask(server, HI, max_tokens=40).json()
+    text = plain["choices"][0]["message"]["content"]
+    content = [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}] if in_parts else text
+    answer = ask(server, HI, prediction={"type": "content", "content": content}, **fields)
+    *parts, last = chunks(answer) if stream else [answer.json()]
+    found = "".join(part["choices"][0]["delta"].get("content", "") for part in parts) if stream else ""
+    assert (found or last["choices"][0]["message"]["content"]) == text
+    details = last["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 10
+    assert details["rejected_prediction_tokens"] >= 0
+    assert set(plain["usage"]["completion_tokens_details"]) == {"reasoning_tokens"}
+
+
+def test_a_prediction_is_a_text(server: FakeServer):
+    assert refused(ask(server, HI, prediction={"type": "content", "content": 3})) == (400, "prediction.content")

@@ -125,6 +125,22 @@ def effort_values(effort: str | None, verbosity: str | None = None) -> dict[str,
     return told if effort is None else {**told, "reasoning_effort": effort}
 
 
+class PredictedPart(msgspec.Struct):
+    text: str
+    type: Literal["text"] = "text"
+
+
+class Prediction(msgspec.Struct):
+    """Predicted outputs: text of which the answer may consist, so that it comes faster."""
+
+    content: str | list[PredictedPart]
+    type: Literal["content"] = "content"
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(SamplingBody, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -144,6 +160,7 @@ class ChatBody(SamplingBody, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
     generation_config: str | None = None  # JSON text of transformers' chat; the body's own fields come first
     thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None  # vLLM's name: then the reasoning is ended
+    prediction: Prediction | None = None
 
     def params(self, default_max_tokens: int | None) -> SamplingParams:
         if self.generation_config:

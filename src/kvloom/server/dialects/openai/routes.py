@@ -74,10 +74,11 @@ class OpenAI:
         params = advised(body.params(self._models.options.default_max_tokens), body, service)
         chat = prepare(service, body.chat(), params)
         generation = _generation("chatcmpl", (chat.prompt_ids,), chat.params, body, request)
-        generation = replace(_with_transfer(generation, body, service), sight=chat.sight)
+        predicted = _predicted(service, body)
+        generation = replace(_with_transfer(generation, body, service), sight=chat.sight, prediction=predicted)
         service.check(generation, "messages")
         body.check_context(generation.prompts, service.engine.max_seq_len)
-        body.messages, body.tools = [], None  # the prompt holds them
+        body.messages, body.tools, body.prediction = [], None, None  # prompt and generation hold them
         writer = ChatWriter(service, generation, body, int(request.time_s), chat)
         return Job(service, generation, writer, bool(body.stream))
 
@@ -95,6 +96,14 @@ class OpenAI:
         body.prompt = ""  # replaced by its tokens
         writer = TextWriter(service, generation, body, int(request.time_s))
         return Job(service, generation, writer, bool(body.stream), tells_prompt=bool(body.echo))
+
+
+def _predicted(service: GenerationService, body: ChatBody) -> tuple[int, ...]:
+    """The first tokens of the predicted answer, no more than the model's context has."""
+    if body.prediction is None:
+        return ()
+    most = service.engine.max_seq_len
+    return tuple(service.tokenizer.encode_within(body.prediction.text, most, add_special_tokens=False))
 
 
 def _with_transfer(generation: Generation, body: ChatBody | CompletionBody, service: GenerationService) -> Generation:

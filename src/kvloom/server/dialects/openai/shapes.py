@@ -29,8 +29,12 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int = 0
 
 
-class ReasoningTokens(msgspec.Struct):
+class CompletionDetails(msgspec.Struct):
+    """The last two where the request has a `prediction`: tokens of it that were tried and right, and wrong."""
+
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct):
@@ -38,7 +42,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens
+    completion_tokens_details: CompletionDetails
 
 
 class TokenCounts:
@@ -48,9 +52,12 @@ class TokenCounts:
         self._generation = generation
         self._num_output = [0] * generation.num_choices
         self._num_cached = [-1] * generation.num_choices  # -1 = not known yet
+        self._num_guessed = [(0, 0)] * generation.num_choices  # right, wrong
 
     def add(self, choice: int, delta: Delta) -> None:
         self._num_output[choice] += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._num_guessed[choice] = delta.num_guessed
         if delta.num_cached_tokens > self._num_cached[choice]:
             self._num_cached[choice] = delta.num_cached_tokens
 
@@ -65,7 +72,11 @@ class TokenCounts:
             prompt, count = choice // self._generation.best_of, self._num_cached[choice]
             if count >= 0:
                 cached[prompt] = min(cached.get(prompt, count), count)
-        details = CachedTokens(sum(cached.values())), ReasoningTokens(num_reasoning)
+        details = CachedTokens(sum(cached.values())), CompletionDetails(num_reasoning)
+        if self._generation.prediction:
+            guessed = [self._num_guessed[i] for i in given]
+            details[1].accepted_prediction_tokens = sum(right for right, _ in guessed)
+            details[1].rejected_prediction_tokens = sum(wrong for _, wrong in guessed)
         return Usage(num_prompt, num_output, num_prompt + num_output, *details)
 
 
