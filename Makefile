@@ -83,7 +83,7 @@ $(LLAMA_CPP)/source: | setup
 compat-chats: setup $(LLAMA_CPP)/source
 	KVLOOM_LLAMA_CPP=$$(dirname $$(dirname $$(find $$PWD/$(LLAMA_CPP)/source -type d -path '*/models/templates' | head -1))) \
 	  $(BIN)/python -m pytest -q tests/compat/test_chat_forms.py tests/compat/test_chat_turns.py tests/compat/test_chat_appends.py \
-	  tests/compat/test_chat_prompts.py \
+	  tests/compat/test_chat_prompts.py tests/compat/test_chat_answers.py \
 	  tests/compat/test_vocabularies.py
 
 # Agents of npm and PyPI, below .agents; each runs in a network namespace of its own. ONLY: the name of one.

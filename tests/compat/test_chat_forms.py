@@ -6,7 +6,7 @@ skipped. `make compat-chats` fetches it.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("fnone", {"alpha": 'x "q" <b>\nz', "beta": 42, "gamma": {"k": [1, True, "s"]}}),
     ("fntwo", {"alpha": "</parameter> two"}),
 ]
+SCHEMAS = {name: SCHEMA for name, _ in CALLS}
 EXTRAS: list[dict[str, Any]] = [
     {"content": "CONTENT here", "reasoning_content": "WHY so", "reasoning": "WHY so", "thinking": "WHY so"},
     {"content": "", "reasoning_content": "WHY so"},
@@ -121,9 +122,11 @@ def shown(tokenizer: RealTemplate, is_earlier: bool = False) -> Iterator[tuple[s
                 yield before or whole[: whole.rindex(text)], text.removesuffix("<EOS>"), message, count
 
 
-def read(form: ChatForm, before: str, text: str) -> tuple[str, str, list[tuple[str, Any]]]:
+def read(
+    form: ChatForm, before: str, text: str, schemas: Mapping[str, Any] = SCHEMAS
+) -> tuple[str, str, list[tuple[str, Any]]]:
     """The text, the reasoning and the calls of an answer that comes character by character."""
-    thinking, schemas = form.thinking, {name: SCHEMA for name, _ in CALLS}
+    thinking = form.thinking
     is_open = bool(thinking and thinking.begin and before.rstrip().endswith(thinking.begin))
     if form.channels is not None:
         reader = ChannelReader(form.channels, schemas, "reasoning" if is_open else "header")
