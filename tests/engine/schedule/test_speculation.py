@@ -6,11 +6,12 @@ from typing import ClassVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvloom.contract.config import EngineConfig, Limits
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Work
-from kvloom.contract.request import FinishReason, Request
+from kvloom.contract.request import Delta, FinishReason, Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.commit import apply_step, check, commit_step
@@ -278,6 +279,11 @@ def guessing(monkeypatch):
 GREEDY = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
 
 
+def shown(deltas: list[Delta]) -> list[Delta]:
+    """Without what is told of guesses."""
+    return [replace(delta, num_guessed=(0, 0)) for delta in deltas]
+
+
 def test_answers_come_in_fewer_steps_and_guesses_are_counted(guessing):
     plain, engine = fake_engine(num_speculative_tokens=0), fake_engine(**guessing)
     requests = [Request(f"r{i}", prompt(9, 30 * i), GREEDY) for i in range(3)]
@@ -300,7 +306,7 @@ def test_an_answer_ends_in_the_middle_of_right_guesses(guessing):
     ):
         engine, request = fake_engine(**guessing), Request("a", prompt(5), params)
         want, got = run_all(fake_engine(), request)["a"], run_all(engine, request)["a"]
-        assert got == want
+        assert shown(got) == want
         assert got[-1].finish_reason is reason
         assert engine.stats().num_free_blocks == 64
 
@@ -347,7 +353,7 @@ def test_an_answer_that_was_predicted_comes_in_fewer_steps_and_its_guesses_are_t
     plain = Request("a", prompt(9), GREEDY)
     answer = truth(plain, 25)
     predicted = Request("b", prompt(9), GREEDY, prediction=(*answer[:12], 3, 1, *answer[14:]))
-    engine, other = fake_engine(), fake_engine()
+    engine, other = fake_engine(num_speculative_tokens=-1), fake_engine()
     want, got = run_all(other, plain)["a"], run_all(engine, predicted)["b"]
     assert tokens_of(got) == tokens_of(want) == answer
     assert engine.stats().total_steps < other.stats().total_steps
@@ -359,7 +365,7 @@ def test_an_answer_that_was_predicted_comes_in_fewer_steps_and_its_guesses_are_t
 
 def test_log_probabilities_are_those_of_the_answer(guessing):
     request = Request("a", prompt(5), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2))
-    assert run_all(fake_engine(**guessing), request) == run_all(fake_engine(), request)
+    assert shown(run_all(fake_engine(**guessing), request)["a"]) == run_all(fake_engine(), request)["a"]
 
 
 @pytest.mark.parametrize(

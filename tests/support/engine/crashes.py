@@ -197,7 +197,14 @@ def stopped(name: str, first: int, part: slice, more: str = "") -> Request:
     return replace(request, params=replace(GREEDY, stop=("never", piece(request, part) + more)))
 
 
+def predicted(name: str) -> Request:
+    """Its guesses pay, because they are right."""
+    request = Request(name, prompt(8, 120), replace(GREEDY, max_tokens=20))
+    return replace(request, prediction=tuple(truth(request, 20)))
+
+
 MIXED = (
+    predicted("predicted"),
     Request("drawn", prompt(6, 140), DRAWN),
     Request("greedy", prompt(9), GREEDY),
     Request("seeded", prompt(6, 40), replace(DRAWN, seed=7)),

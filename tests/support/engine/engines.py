@@ -21,8 +21,11 @@ def fake_engine(
 
 
 def engine_over(runner: Runner, **config: object) -> Engine:
-    """An engine over the fake model of `runner`; it plans steps ahead unless `config` says otherwise."""
-    sizes = EngineConfig(backend="fake", **config)
+    """An engine over the fake model of `runner`. Unless `config` says otherwise it plans steps ahead.
+
+    It guesses only where `config` says so, because what pays depends on the time that steps take.
+    """
+    sizes = EngineConfig(backend="fake", **{"num_speculative_tokens": 0, **config})
     return Engine(sizes, in_process(runner, sizes), ByteTokenizer())
 
 
