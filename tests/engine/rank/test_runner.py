@@ -15,7 +15,7 @@ from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 from kvloom.rank.sampler import History, num_candidates
 from kvloom.rank.steady import Steady
-from tests.support.engine.engines import in_process, run_all
+from tests.support.engine.engines import in_process, run_all, text_of, tokens_of
 from tests.support.models.adapters import make_adapter
 from tests.support.models.checkpoints import VOCAB_SIZE, save, tiny_model
 
@@ -73,9 +73,10 @@ MIXED = (
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_answers_are_the_same_with_and_without_all_logits(model, backend, monkeypatch):
     requests = [Request(f"r{i}", tuple(range(1, 9 + i)), params) for i, params in enumerate(MIXED)]
+    sizes = {"max_tokens_per_step": 80, "num_speculative_tokens": 0}
 
     def answers() -> dict[str, list[Delta]]:
-        config = EngineConfig(model=model, backend=backend, kv_cache_bytes=KV_BYTES, max_tokens_per_step=80)
+        config = EngineConfig(model=model, backend=backend, kv_cache_bytes=KV_BYTES, **sizes)
         runner = open_runner(config, [100], lambda done, total: None)
         engine = Engine(config, in_process(runner, config), ByteTokenizer())
         return run_all(engine, *requests)
@@ -98,7 +99,7 @@ def test_ends_of_a_prompt_that_begin_with_a_copied_block_are_scored_alike(model,
     ends = ((5,), (6, 7), (8,) * 12, ())
     requests = [Request(f"r{i}", before + end, params) for i, end in enumerate(ends)]
 
-    def told(**fields: object) -> dict[str, list[float]]:
+    def scores(**fields: object) -> dict[str, list[float]]:
         config = EngineConfig(model=model, backend=backend, kv_dtype=kv_dtype, kv_cache_bytes=KV_BYTES, **fields)
         runner = open_runner(config, [100], lambda done, total: None)
         found = run_all(Engine(config, in_process(runner, config), ByteTokenizer()), *requests)
@@ -108,8 +109,8 @@ def test_ends_of_a_prompt_that_begin_with_a_copied_block_are_scored_alike(model,
             for id, (delta,) in found.items()
         }
 
-    computed = told(enable_prefix_cache=False)
-    for id, values in told().items():
+    computed = scores(enable_prefix_cache=False)
+    for id, values in scores().items():
         assert values == pytest.approx(computed[id], abs=1e-4)
 
 
@@ -129,6 +130,17 @@ DRAWN = (
 )
 
 
+Told = dict[str, tuple[str, list[int], list[object]]]  # text, tokens and log probabilities of each answer
+
+
+def told(deltas: dict[str, list[Delta]]) -> Told:
+    """What answers say, however many tokens came at once: with drafts that follows from the time that steps take."""
+    return {
+        id: (text_of(found), tokens_of(found), [value for delta in found for value in delta.logprobs])
+        for id, found in deltas.items()
+    }
+
+
 @pytest.mark.parametrize("num_speculative_tokens", [0, 3])
 def test_what_is_drawn_for_all_at_once_is_what_each_would_have_drawn(model, monkeypatch, num_speculative_tokens):
     requests = [Request(f"r{i}", (1, 2, 1, 2, 3 + i, 1, 2), params) for i, params in enumerate(DRAWN)]
@@ -136,9 +148,9 @@ def test_what_is_drawn_for_all_at_once_is_what_each_would_have_drawn(model, monk
         model=model, backend="cpu", kv_cache_bytes=KV_BYTES, num_speculative_tokens=num_speculative_tokens
     )
 
-    def answers() -> dict[str, list[Delta]]:
+    def answers() -> Told:
         runner = open_runner(config, [100], lambda done, total: None)
-        return run_all(Engine(config, in_process(runner, config), ByteTokenizer()), *requests)
+        return told(run_all(Engine(config, in_process(runner, config), ByteTokenizer()), *requests))
 
     together = answers()
     monkeypatch.setattr("kvloom.rank.runner.choice_of", lambda history, top: None)
