@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -14,18 +15,36 @@ import msgspec
 from kvloom.contract.errors import UserError
 from kvloom.net.listening import bracketed
 
+WAYS_TO_IDS: tuple[Mapping[str, object], ...] = ({"return_token_ids": True}, {"logprobs": 1})  # vLLM's, llama.cpp's
+
 
 class BenchError(UserError):
     """Nothing can be measured; the message is for people."""
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Token(msgspec.Struct):
+    id: int | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token] | None = None  # llama.cpp's
 
 
 class _Choice(msgspec.Struct):
     text: str | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -50,6 +69,9 @@ class Answer:
     started_s: float
     times_s: list[float] = field(default_factory=list)
     num_tokens: int = 0  # as counted by the server; the number of pieces if it does not count
+    num_prompt: int = 0  # tokens, as counted by the server
+    num_cached: int | None = None  # of these, those that it did not compute; None = it does not say
+    token_ids: list[int] = field(default_factory=list)  # of the answer, where they were asked for
 
     @property
     def ttft_s(self) -> float:
@@ -117,8 +139,14 @@ class _Stream(asyncio.Protocol):
         for choice in chunk.choices:
             if choice.text or not choice.finish_reason:
                 self._answer.times_s.append(self._now_s)
+            self._answer.token_ids += _ids(choice)
         if chunk.usage and chunk.usage.completion_tokens:
-            self._answer.num_tokens = chunk.usage.completion_tokens
+            self._count(chunk.usage)
+
+    def _count(self, usage: _Usage) -> None:
+        self._answer.num_tokens, self._answer.num_prompt = usage.completion_tokens, usage.prompt_tokens
+        if usage.prompt_tokens_details is not None:
+            self._answer.num_cached = usage.prompt_tokens_details.cached_tokens
 
     def _end(self, error: BenchError | None) -> None:
         if self.done.done():
@@ -130,13 +158,25 @@ class _Stream(asyncio.Protocol):
             self.done.set_result(None)
 
 
-async def complete(target: Target, prompt: Sequence[int] | str, num_tokens: int) -> Answer:
-    """A greedy answer of `num_tokens` tokens, ends of sequence ignored. Raises BenchError."""
+def _ids(choice: _Choice) -> list[int]:
+    if choice.token_ids:
+        return choice.token_ids
+    told = (choice.logprobs.content if choice.logprobs else None) or []
+    return [token.id for token in told if token.id is not None]
+
+
+async def complete(
+    target: Target, prompt: Sequence[int] | str, num_tokens: int, more: Mapping[str, object] = MappingProxyType({})
+) -> Answer:
+    """A greedy answer of `num_tokens` tokens, ends of sequence ignored. `more`: other fields of the request. Raises
+    BenchError.
+    """
     parts = urlsplit(target.url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise BenchError(f"url: {target.url!r} is no http:// or https:// address")
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    request = _request(target, parts.path.rstrip("/"), f"{bracketed(parts.hostname)}:{port}", prompt, num_tokens)
+    body = _body(target, prompt, num_tokens, more)
+    request = _request(target, parts.path.rstrip("/"), f"{bracketed(parts.hostname)}:{port}", body)
     answer = Answer(time.perf_counter())
     try:
         transport, stream = await asyncio.get_running_loop().create_connection(
@@ -149,8 +189,17 @@ async def complete(target: Target, prompt: Sequence[int] | str, num_tokens: int)
     return answer
 
 
-def _request(target: Target, path: str, host: str, prompt: Sequence[int] | str, num_tokens: int) -> bytes:
-    body = msgspec.json.encode(
+async def way_to_ids(target: Target, prompt: Sequence[int]) -> Mapping[str, object]:
+    """The fields of a request with which this server names the tokens of an answer. Raises BenchError if none does."""
+    for more in WAYS_TO_IDS:
+        answer = await complete(target, prompt, 2, more)
+        if len(answer.token_ids) == answer.num_tokens:
+            return more
+    raise BenchError("the server does not name the tokens of an answer (return_token_ids, or ids of logprobs)")
+
+
+def _body(target: Target, prompt: Sequence[int] | str, num_tokens: int, more: Mapping[str, object]) -> bytes:
+    return msgspec.json.encode(
         {
             "model": target.model,
             "prompt": prompt,
@@ -159,8 +208,12 @@ def _request(target: Target, path: str, host: str, prompt: Sequence[int] | str, 
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **more,
         }
     )
+
+
+def _request(target: Target, path: str, host: str, body: bytes) -> bytes:
     key = f"Authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
     head = (
         f"POST {path}/v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n{key}"

@@ -38,8 +38,8 @@ class Load:
     def prompts(self, seed: str) -> list[list[int]]:
         """The load's prompts, a function of the seed."""
         low, high = self.token_ids
-        shared = _draw(f"{seed}-shared", self.shared_len, low, high)
-        return [shared + _draw(f"{seed}-{i}", self.input_len, low, high) for i in range(self.num_prompts)]
+        shared = draw(f"{seed}-shared", self.shared_len, low, high)
+        return [shared + draw(f"{seed}-{i}", self.input_len, low, high) for i in range(self.num_prompts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,7 @@ def as_row(point: Point) -> dict[str, object]:
     return {"level": "server", **asdict(point)}
 
 
-def _draw(seed: str, num: int, low: int, high: int) -> list[int]:
+def draw(seed: str, num: int, low: int, high: int) -> list[int]:
+    """`num` token ids of [low, high), a function of the seed."""
     source = random.Random(seed)
     return [source.randrange(low, high) for _ in range(num)]

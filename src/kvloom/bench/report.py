@@ -1,10 +1,13 @@
 """The output of `kvloom bench`: tables, JSON lines, and the page with the plot."""
 
 import json
+import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.table import Table
 
+from kvloom.bench.conversation import Exchange, of_kinds
 from kvloom.bench.load import Point, as_row
 from kvloom.bench.plot import Chart, Line, page
 
@@ -21,6 +24,49 @@ def server_tables(points: Sequence[Point]) -> list[Table]:
         values = (ttft.p50, ttft.p90, ttft.p99, each.tpot_ms.p50, each.gap_ms.p99, e2el.p50, e2el.p99)
         times.add_row(str(each.concurrency), *map(_shown, values))
     return [rates, times]
+
+
+def conversation_table(exchanges: Sequence[Exchange]) -> Table:
+    """Tokens and times of each kind of request; `again`: tokens computed that had been computed before."""
+    table = _table("Conversation", "", "num", "new", "again p50", "most", "sum", "TTFT ms p50", "most")
+    table.columns[0].justify, table.columns[0].no_wrap = "left", True
+    for kind, some in of_kinds(exchanges).items():
+        again, ttft = [each.num_recomputed for each in some], [each.ttft_ms for each in some]
+        counts = len(some), sum(each.num_new for each in some), round(statistics.median(again)), max(again), sum(again)
+        table.add_row(kind, *(f"{count:,}" for count in counts), _shown(statistics.median(ttft)), _shown(max(ttft)))
+    return table
+
+
+def conversation_lines(exchanges: Sequence[Exchange], common: Row) -> str:
+    """One JSON line a request."""
+    rows = [
+        {"bench": "kvloom", "level": "conversation", **asdict(each), "num_recomputed": each.num_recomputed, **common}
+        for each in exchanges
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def conversation_plot(title: str, exchanges: Sequence[Exchange]) -> str:
+    """The page: tokens computed again and the time to first token, by the number of each kind's request."""
+    colors = ("#2563eb", "#16a34a", "#dc2626", "#9333ea", "#ea580c", "#0891b2")
+    drawn = list(zip(of_kinds(exchanges).items(), colors, strict=True))
+
+    def lines(name: str) -> list[Line]:
+        return [
+            Line(kind, [(float(each.number), float(getattr(each, name))) for each in some], color)
+            for (kind, some), color in drawn
+        ]
+
+    table: list[Row] = [
+        {"request": each.kind, "number": each.number, "prompt": each.num_prompt, "new": each.num_new,
+         "again": each.num_recomputed, "TTFT ms": each.ttft_ms}
+        for each in exchanges
+    ]  # fmt: skip
+    charts = [
+        Chart("tokens computed again", "the how-manieth of its kind", lines("num_recomputed")),
+        Chart("time to first token, ms", "the how-manieth of its kind", lines("ttft_ms")),
+    ]
+    return page(title, charts, table)
 
 
 def _table(title: str, *columns: str) -> Table:
