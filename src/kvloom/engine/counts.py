@@ -22,6 +22,7 @@ class Counts:
         self._step_tokens = Histogram(STEP_TOKEN_BOUNDS)
         self._batches: dict[int, list[float]] = {}  # batch size -> number of steps, and seconds they took
         self._compute_s = 0.0
+        self._accepted: list[int] = []  # by position in the draft
 
     def add(self, name: str, count: int = 1) -> None:
         """Add `count` to a total; `name` is a field of Stats."""
@@ -42,6 +43,9 @@ class Counts:
             self.add("total_drafts")
             self.add("total_draft_tokens", num_drafted)
             self.add("total_accepted_tokens", num_accepted)
+            self._accepted += [0] * (num_accepted - len(self._accepted))
+            for position in range(num_accepted):
+                self._accepted[position] += 1
 
     def stats(self, gauges: Mapping[str, Any], tier: Mapping[str, Any]) -> Stats:
         """The Stats of this moment; `gauges` and `tier` are keyed by field names of Stats too."""
@@ -50,6 +54,7 @@ class Counts:
             **self.totals,
             **tier,
             total_compute_s=self._compute_s,
+            accepted_by_position=tuple(self._accepted),
             step_tokens=self._step_tokens.copy(),
             batches=tuple(BatchTimes(num, int(steps), took_s) for num, (steps, took_s) in self._batches.items()),
         )

@@ -59,6 +59,7 @@ class Stats:
     total_resumed: int = 0  # continuations of requests after a rank died; a request may be counted several times
     total_recomputed_tokens: int = 0  # tokens that were computed when it died, and again
     total_guilty: int = 0  # requests that ended because a rank died of them twice
+    accepted_by_position: tuple[int, ...] = ()  # drafts of which the first token was accepted, of which the second, ...
     step_tokens: Histogram = field(default_factory=lambda: Histogram(()))  # computed in a step
     batches: tuple[BatchTimes, ...] = ()
     engine_metrics: str = ""  # metrics of a foreign engine, in Prometheus' text format

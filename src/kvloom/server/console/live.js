@@ -28,6 +28,13 @@ const CHARTS = [
     lines: [{ name: "gap", at: (h, i) => milliseconds(h.mean(i, (m) => m.between_tokens.sum_s, (m) => m.between_tokens.count)) }],
   },
   {
+    id: "guesses",
+    title: "Tokens a step",
+    unit: "of a stream",
+    note: `mean of ${MEAN_S} s`, // a step brings one token, and those of its guesses that were right
+    lines: [{ name: "tokens", at: (h, i) => h.mean(i, total("output_tokens"), (m) => m.output_tokens - m.accepted_tokens) }],
+  },
+  {
     id: "requests",
     title: "Requests",
     unit: "running",

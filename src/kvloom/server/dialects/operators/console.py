@@ -134,6 +134,7 @@ def _figures(service: GenerationService) -> dict[str, Any]:
         "prompt_tokens": stats.total_prompt_tokens,
         "cached_tokens": stats.total_cached_tokens,
         "output_tokens": stats.total_output_tokens,
+        "accepted_tokens": stats.total_accepted_tokens,
         "preemptions": stats.total_preemptions,
         "restarts": stats.total_restarts,
         "received": meter.num_received,

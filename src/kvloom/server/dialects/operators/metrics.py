@@ -83,7 +83,14 @@ class Metrics:
                     histogram = histogram_of(service)
                     family.add_metric(_labels(name, service), histogram.cumulative(), histogram.sum)
                 yield family
-        yield from (self._finished(), self._waiting(), self._sleep_states(), self._adapters(), *self._rates())
+        yield from (
+            self._finished(),
+            self._waiting(),
+            self._sleep_states(),
+            self._adapters(),
+            self._accepted(),
+            *self._rates(),
+        )
         yield from map(_cache_config, services)
         yield from _of_replicas(services)
         yield from _of_pictures(self._models.pictures)
@@ -111,6 +118,14 @@ class Metrics:
             for reason_name, count in counts.items():
                 success.add_metric([*_labels(name, service), reason_name], count)
         return success
+
+    def _accepted(self) -> Metric:
+        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Guesses that the model confirmed, by position."
+        accepted = CounterMetricFamily(name, text, labels=[*_label_names(name), "position"])
+        for service in self._models:
+            for position, count in enumerate(service.engine.stats().accepted_by_position):
+                accepted.add_metric([*_labels(name, service), str(position)], count)
+        return accepted
 
     def _waiting(self) -> Metric:
         """Their sum is vllm:num_requests_waiting."""

@@ -73,6 +73,11 @@ COUNTERS: Sequence[tuple[tuple[str, ...], str, Number]] = (
         "Kept states given up for others since the model's process started.",
         lambda s: s.engine.stats().num_evicted_snapshots,
     ),
+    (
+        ("vllm:spec_decode_num_drafts",),
+        "Steps of an answer that had guessed tokens.",
+        lambda s: s.engine.stats().total_drafts,
+    ),
     (("vllm:spec_decode_num_draft_tokens",), "Tokens guessed ahead.", lambda s: s.engine.stats().total_draft_tokens),
     (
         ("vllm:spec_decode_num_accepted_tokens",),
