@@ -29,6 +29,7 @@ class NewSeq(msgspec.Struct, array_like=True):
     answer: list[int] = []
     second: int = 0  # as in Request
     adapter_from: int = 0  # position from which on the adapter acts; no work has tokens on both sides of it
+    is_guessed: bool = False  # StepOutput.forced is wanted
 
 
 class Work(msgspec.Struct, array_like=True):
@@ -125,6 +126,13 @@ class GivenUp(msgspec.Struct, array_like=True):
     error: str
 
 
+class Forced(msgspec.Struct, array_like=True):
+    """Tokens that the grammar of sequence `id` forces behind those chosen so far, as it would cut them."""
+
+    id: int
+    token_ids: list[int]
+
+
 class Moved(msgspec.Struct, array_like=True):
     """Transfer `id` has ended: its first `num_blocks` blocks were moved, the contents of the others are undefined."""
 
@@ -147,6 +155,7 @@ class StepOutput(msgspec.Struct, array_like=True):
     given_up: list[GivenUp] = []
     pool: str = ""  # name of that tier's store, once known
     tokens: list[int] = []
+    forced: list[Forced] = []  # of sequences with NewSeq.is_guessed, where anything is forced
 
     def by_sequence(self, ids: Iterable[int]) -> dict[int, list[Sample]]:
         """The samples of each sequence whose known tokens are all computed; none for sequences that are pooled.

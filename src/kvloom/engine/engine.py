@@ -31,7 +31,7 @@ from kvloom.engine.schedule.again import Again
 from kvloom.engine.schedule.ahead import may_follow, must_wait
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.commit import apply_step, check, commit_step, end_seq, is_stale, release_seq, swap_out
-from kvloom.engine.schedule.lookup import guesser_of
+from kvloom.engine.schedule.guessing import guesser_of
 from kvloom.engine.schedule.pace import Pace
 from kvloom.engine.schedule.policies import Turns, policy_of
 from kvloom.engine.schedule.scheduler import Circumstances, plan_step
@@ -126,7 +126,7 @@ class Engine:
         seq.may_reuse = request.may_reuse and not seq.is_whole
         seq.giving = giving_of(request, self._limits.block_size)
         seq.extend_hashes(self._limits.block_size)
-        live.guesser = guesser_of(self.config, self._executor.info, request.prediction)
+        live.guesser = guesser_of(self.config, self._executor.info, request)
         self._counts.add("total_requests")
         self._counts.add("total_prompt_tokens", seq.num_prompt)
         self._by_request[request.id] = live
@@ -268,7 +268,7 @@ class Engine:
             if live.finish is not None:
                 self._end(live)
         going_on = [live for step in steps if (live := self._seqs.get(step.seq.id))]
-        self._drafting.draft(going_on, self._executor.max_submitted > 1)
+        self._drafting.draft(going_on, output.forced, self._executor.max_submitted > 1)
         self._drafting.ended(output.compute_s, bool(self._seqs) and not self._under_way)
 
     def settle(self) -> None:

@@ -12,7 +12,7 @@ from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.counts import Counts
 from kvloom.engine.schedule.blocks import BASE, Scope
 from kvloom.engine.schedule.commit import forget_rank
-from kvloom.engine.schedule.lookup import Guesser
+from kvloom.engine.schedule.guessing import Guesser
 from kvloom.engine.schedule.seq import Seq, SeqStep, Status
 from kvloom.engine.text.detok import Detokenizer, text_bytes
 from kvloom.engine.text.stop import Ends, StopStrings, finish_of
@@ -53,7 +53,8 @@ class Live:
         known = seq.token_ids[: seq.num_prompt], seq.token_ids[seq.num_prompt :]
         about = request.pooling, request.adapter
         begin = seq.switch.at if seq.switch is not None else 0
-        return NewSeq(seq.id, known[0], request.params, self.seed, *about, known[1], request.second, begin)
+        is_guessed = self.guesser is not None
+        return NewSeq(seq.id, known[0], request.params, self.seed, *about, known[1], request.second, begin, is_guessed)
 
     def count_start(self, counts: Counts, step: SeqStep) -> None:
         """Count its start, or its continuation after a crash, with its first step."""

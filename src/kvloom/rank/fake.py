@@ -18,6 +18,7 @@ from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import (
     AdapterInfo,
     Batch,
+    Forced,
     GivenUp,
     Logprob,
     NewSeq,
@@ -91,6 +92,7 @@ class _State:
     guide: Guide | None = None
     mark: int = 0  # mark of its adapter
     adapter_from: int = 0  # of NewSeq
+    is_guessed: bool = False  # of NewSeq
     pooling: str = ""
     num_pooled: int = 0
     sums: list[int] = field(default_factory=list)  # sum of the states pooled so far
@@ -183,7 +185,7 @@ class FakeRunner:
         assert new.id not in self._states, f"sequence {new.id} is introduced twice"
         state = self._states[new.id] = _State(list(new.token_ids), new.params, new.seed, len(new.token_ids))
         state.mark, state.adapter_from = self._marks[new.adapter], new.adapter_from
-        state.pooling = new.pooling
+        state.pooling, state.is_guessed = new.pooling, new.is_guessed
         state.guide = self._guides.guide(new.params)
         for token_id in new.answer:
             state.append(token_id)
@@ -210,6 +212,9 @@ class FakeRunner:
             output.prompt_logprobs.append(PromptLogprobs(work.id, first, [_fake_logprob(i, state) for i in following]))
         if end - len(work.draft) == len(state.token_ids):
             self._sample(work, state, output)
+            has_token = bool(output.samples) and output.samples[-1].id == work.id
+            if has_token and state.is_guessed and state.guide is not None and (forced := state.guide.forced()):
+                output.forced.append(Forced(work.id, list(forced)))
 
     def _pool(self, work: Work, state: _State, output: StepOutput) -> None:
         """Pool the states of the step's tokens, read from the blocks."""

@@ -15,6 +15,7 @@ from kvloom.contract.errors import ModelError
 from kvloom.contract.messages import (
     AdapterInfo,
     Batch,
+    Forced,
     GivenUp,
     Logprob,
     Pooled,
@@ -55,6 +56,7 @@ class _State:
     pooler: Pooler | None = None
     second: int = 0  # of NewSeq
     place: int = -1  # of its state
+    is_guessed: bool = False  # of NewSeq
 
     def adapter_at(self, position: int) -> int:
         """The adapter that acts on the token at `position`; 0 = none."""
@@ -160,6 +162,7 @@ class ModelRunner:
                 history.append(token_id)
             pooler = Pooler(new.pooling, len(new.token_ids)) if new.pooling else None
             self._states[new.id] = _State(history, new.adapter, new.adapter_from, pooler=pooler, second=new.second)
+            self._states[new.id].is_guessed = new.is_guessed
         output = StepOutput([], [], 0.0)
         if batch.release:
             release_blocks(self.kv_layers, batch.release)
@@ -233,6 +236,7 @@ class ModelRunner:
                 self._take(id, self._states[id].history, tokens[row], output)
             else:
                 self._sample(head, row, id, draft, output)
+                self._tell_forced(id, output)
             row += len(draft) + 1
         for id, first, following in wanted.chunks:
             num_top = self._states[id].history.params.prompt_logprobs or 0
@@ -304,6 +308,13 @@ class ModelRunner:
             if token_id != guess:
                 return
             row += 1
+
+    def _tell_forced(self, id: int, output: StepOutput) -> None:
+        """Tell what must follow the token that was chosen for a sequence, if one was."""
+        state = self._states[id]
+        guide = state.history.guide if state.is_guessed else None
+        if guide is not None and output.samples and output.samples[-1].id == id and (forced := guide.forced()):
+            output.forced.append(Forced(id, list(forced)))
 
     def _choose(self, head: Head, row: int, history: History) -> tuple[int, Logprob | None]:
         """The token behind row `row`, chosen from its candidates or from all its logits."""

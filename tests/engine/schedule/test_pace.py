@@ -139,6 +139,17 @@ def test_before_the_first_step_prompts_are_computed_in_small_steps():
     assert Pace().decode_s([decoding()]) == taught(None).decode_s([prompt()]) == 0.0
 
 
+def test_a_step_that_the_rank_has_skipped_teaches_nothing():
+    """A late mask gives no token: the row planned behind it takes no time, and rows do not cost nothing."""
+    seq, pace = Seq(0, [1] * 5, 4, status=Status.RUNNING, num_computed=4, num_computing=2), Pace()
+    pace.learn(Plan((SeqStep(seq, 4, 1, 0),)), 1.0)
+    believed = pace.token_s
+    pace.learn(Plan((SeqStep(seq, 5, 1, 0),)), 0.00001)
+    assert pace.token_s == believed
+    pace.learn(Plan((SeqStep(seq, 4, 1, 0),)), 0.00001)
+    assert pace.token_s != believed
+
+
 @pytest.mark.parametrize(("timeout_s", "longest_s"), [(300.0, LONGEST_S), (2.0, 0.5)])
 @pytest.mark.parametrize("max_gap_s", [None, 0.0, 100.0])
 def test_no_step_is_made_to_take_so_long_that_its_rank_counts_as_dead(timeout_s, longest_s, max_gap_s):

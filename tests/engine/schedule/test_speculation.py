@@ -15,7 +15,8 @@ from kvloom.contract.request import Delta, FinishReason, Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.commit import apply_step, check, commit_step
-from kvloom.engine.schedule.lookup import Guess, Guesser, PromptLookup
+from kvloom.engine.schedule.guessing import Guesser
+from kvloom.engine.schedule.lookup import Match, PromptLookup
 from kvloom.engine.schedule.profit import Bid, Turnaround, draft_lengths
 from kvloom.engine.schedule.scheduler import plan_step
 from kvloom.engine.schedule.seq import Seq
@@ -107,7 +108,7 @@ def test_a_token_is_as_likely_as_guesses_like_it_were_right_and_all_before_it():
     tokens += [1, 2]
     guesser.follow(tokens, 100)
     assert guesser.guess.tokens[0] == 3
-    assert guesser.guess.size == 2
+    assert guesser.guess.kinds[0] == 2
     assert guesser.chances()[0] > before[0]  # the guess behind as few tokens was right; the wrong one came behind more
     tokens += [98, 1, 2]
     guesser.follow(tokens, 100)
@@ -261,18 +262,18 @@ class HalfRightLookup(PromptLookup):
 
     every = 5  # about one guess in this many is wrong
 
-    def propose(self, token_ids, most):
-        context, draft = list(token_ids), []
+    def propose(self, token_ids, most, forced=()):
+        context, draft = [*token_ids, *forced], []
         for _ in range(min(4, most)):
             token = fake_next(context, SamplingParams(temperature=0), 0)
             context.append(token if sum(context) % self.every else (token + 1) % 256)
             draft.append(context[-1])
-        return Guess(draft, 8)
+        return Match(draft, 8)
 
 
 @pytest.fixture
 def guessing(monkeypatch):
-    monkeypatch.setattr("kvloom.engine.schedule.lookup.PromptLookup", HalfRightLookup)
+    monkeypatch.setattr("kvloom.engine.schedule.guessing.PromptLookup", HalfRightLookup)
     return {"num_speculative_tokens": 4, "max_draft_tokens": 9}
 
 
@@ -291,6 +292,10 @@ def test_answers_come_in_fewer_steps_and_guesses_are_counted(guessing):
     assert {id: tokens_of(d) for id, d in got.items()} == {id: tokens_of(d) for id, d in want.items()}
     stats = engine.stats()
     assert 0 < stats.total_accepted_tokens < stats.total_draft_tokens
+    assert sum(stats.accepted_by_position) == stats.total_accepted_tokens
+    assert [stats.total_drafts, *stats.accepted_by_position] == sorted(
+        [stats.total_drafts, *stats.accepted_by_position], reverse=True
+    )
     assert stats.total_steps < plain.stats().total_steps
     assert stats.total_output_tokens == 75
     assert plain.stats().total_draft_tokens == 0
@@ -325,7 +330,7 @@ def test_too_few_blocks_chunks_swaps_and_cached_prefixes_change_no_answer(
 ):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HalfRightLookup, "every", every)
-        patch.setattr("kvloom.engine.schedule.lookup.PromptLookup", HalfRightLookup)
+        patch.setattr("kvloom.engine.schedule.guessing.PromptLookup", HalfRightLookup)
         engine = fake_engine(
             num_blocks, max_seq_len=36, max_batch=4, max_tokens_per_step=max_tokens, max_preempt=max_preempt,
             num_speculative_tokens=4, num_host_blocks=num_host_blocks,

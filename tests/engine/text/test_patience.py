@@ -1,6 +1,7 @@
 """A grammar that takes long to compile delays its own request only."""
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -41,6 +42,9 @@ class Late:
 
     def problem(self) -> str:
         return self._guide.problem()
+
+    def forced(self) -> Sequence[int]:
+        return self._guide.forced()
 
     def close(self) -> None:
         self._guide.close()

@@ -158,6 +158,11 @@ def is_stale(step: SeqStep) -> bool:
     return step.seq.status is not Status.RUNNING or step.start != step.seq.num_computed
 
 
+def is_void(step: SeqStep) -> bool:
+    """Whether the rank has skipped this step, because its sequence got no token in the step before."""
+    return step.seq.status is Status.RUNNING and is_stale(step)
+
+
 def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
     """Release all blocks of `seq`, which has ended or waits to be copied back or computed again."""
     if status is Status.FINISHED:

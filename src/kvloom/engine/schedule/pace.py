@@ -13,8 +13,9 @@ from dataclasses import replace
 from itertools import islice
 
 from kvloom.contract.config import Limits
+from kvloom.engine.schedule.commit import is_void
 from kvloom.engine.schedule.cost import StepCost, decode_load, load_of
-from kvloom.engine.schedule.profit import Bid, draft_lengths
+from kvloom.engine.schedule.profit import Bid, draft_lengths, pays_to_wait
 from kvloom.engine.schedule.seq import Plan, Seq, Status
 
 GAP_STEPS = 3.0  # default gap, in steps that decode all sequences that stream or wait to
@@ -51,6 +52,11 @@ class Pace:
         bids = [Bid(own, self._cost.row_s(seq)) for seq, own in zip(seqs, chances, strict=True)]
         return draft_lengths(bids, len(seqs), self._cost.step_s(decode_load(seqs, 0)), gap_s)
 
+    def pays_to_wait(self, seqs: Sequence[Seq], start_shares: Sequence[float], gap_s: float) -> bool:
+        """Whether the decoding `seqs` should wait for the tokens before their steps; see profit.py."""
+        base_s = self._cost.step_s(decode_load(seqs, 0)) if self._cost.is_known else 0.0
+        return pays_to_wait(start_shares, base_s, gap_s)
+
     def limited(self, limits: Limits, seqs: Sequence[Seq]) -> Limits:
         """`limits` with the token budget of the next step."""
         prompts = [seq for seq in seqs if seq.status is Status.RUNNING and seq.num_pending > 1]
@@ -68,7 +74,9 @@ class Pace:
         return limits if most >= limits.prefill_tokens else replace(limits, max_prefill_tokens=most)
 
     def learn(self, plan: Plan, compute_s: float) -> None:
-        """Learn what the step took. Call it before the plan is committed."""
+        """Learn what the step took, if the rank has computed all of it. Call it before the plan is committed."""
+        if any(map(is_void, plan.steps)):
+            return
         self._cost.learn(load_of(plan), compute_s)
 
     def _gap_s(self, decoding: Sequence[Seq], prompts: Sequence[Seq], limits: Limits) -> float:

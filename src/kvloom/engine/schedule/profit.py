@@ -40,6 +40,14 @@ def draft_lengths(bids: Sequence[Bid], num_seqs: int, base_s: float, gap_s: floa
     return lengths if num_tokens * base_s > num_seqs * step_s else [0] * len(bids)
 
 
+def pays_to_wait(start_shares: Sequence[float], base_s: float, gap_s: float) -> bool:
+    """Whether steps of sequences that draft nothing now should wait for the tokens before them, in case that these
+    bring guesses that pay. `start_shares`: for each how often they do; a step under way then brings one token where it
+    could bring many.
+    """
+    return sum(start_shares) * base_s > len(start_shares) * gap_s
+
+
 class Turnaround:
     """Seconds that a rank waits between two steps of which the second is sent when the first has ended."""
 

@@ -3,13 +3,15 @@
 A guide computes the mask for the next token on a thread of its own, while the rank waits for the next step and during
 that step. The vocabulary and each grammar are read there too. Other sequences do not wait for it: a sequence whose mask
 is late gets no token in this step, and asks again in the next.
+
+Of texts that a grammar forces (names of fields, punctuation) a guide also tells the tokens: the engine drafts them.
 """
 
 import importlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 _STUCK = "the answer's grammar cannot be followed any further"
 _STEP_S = 0.01  # seconds that a step waits for masks
+_SOON_S = 0.003  # seconds for which the rank's thread may look for forced tokens; that takes no longer than a mask
 
 
 class Patience:
@@ -41,7 +44,7 @@ class Patience:
         """A step has ended: the next one has its full time."""
         self._left_s = self._step_s
 
-    def wait(self, coming: Future[Mask]) -> bool:
+    def wait(self, coming: Future[Any]) -> bool:
         """Wait for `coming` while time is left. Returns whether it is done."""
         if self._left_s is None or coming.done():
             return True  # without a limit, the caller of mask() waits there
@@ -132,12 +135,15 @@ class GrammarGuide:
         self._num_tokens: int
         self._problem = ""  # the parser's error, once it has given up
         self._taken: deque[int] = deque()  # chosen tokens that the matcher has not read yet
+        self._forced: deque[int] = deque()  # tokens that must follow, if that is known
+        self._mask_s = 0.0  # processor time of the last mask
         self._next: Future[Mask] | None = pool.submit(self._begin, match)
+        self._last = self._next  # once it is done, the matcher is the rank's until another begins
 
     def begin(self) -> Future[Mask]:
         """Start computing the next mask, unless that was started."""
         if self._next is None:
-            self._next = self._pool.submit(self._compute)
+            self._next = self._last = self._pool.submit(self._compute)
         return self._next
 
     def mask(self) -> Mask:
@@ -159,6 +165,14 @@ class GrammarGuide:
         self._taken.append(token_id)
         self._next = None
         self._due.add(self)
+        if self._forced and self._forced.popleft() != token_id:
+            self._forced.clear()
+
+    def forced(self) -> Sequence[int]:
+        if not self._forced and self._last.done() and self._mask_s < _SOON_S and self._read_taken():
+            found = self._matcher.compute_ff_tokens()
+            self._forced.extend(found if max(found, default=0) < self._num_tokens else ())
+        return self._forced
 
     def close(self) -> None:
         if self._next is not None:
@@ -172,13 +186,18 @@ class GrammarGuide:
         self._matcher, self._eos_ids, self._num_tokens = match()
         return self._compute()
 
-    def _compute(self) -> Mask:
+    def _read_taken(self) -> bool:
+        """Whether the grammar goes on behind the chosen tokens."""
         while self._taken:
             token_id = self._taken.popleft()
             if token_id not in self._eos_ids:
                 self._matcher.consume_token(token_id)
+        return not self._matcher.is_error() and not self._matcher.is_stopped()
+
+    def _compute(self) -> Mask:
+        started_s = time.thread_time()
         mask = np.zeros(self._num_logits, np.bool_)
-        if not self._matcher.is_error() and not self._matcher.is_stopped():
+        if self._read_taken():
             packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             bits = np.unpackbits(packed, bitorder="little", count=self._num_logits)  # missing bytes are zeros
             mask = bits.view(np.bool_)
@@ -192,6 +211,7 @@ class GrammarGuide:
             mask[list(self._eos_ids)] = True
             if not self._eos_ids and not self._problem:
                 self._problem = f"{_STUCK}: the model has no token that ends an answer"
+        self._mask_s = time.thread_time() - started_s
         return mask
 
 

@@ -32,6 +32,10 @@ class Guide(Protocol):
         """The token was chosen."""
         ...
 
+    def forced(self) -> Sequence[int]:
+        """Tokens that must follow those chosen, the next one first, as far as that is known soon."""
+        ...
+
     def close(self) -> None:
         """The sequence has ended: work that was not started for it need not be."""
         ...
@@ -118,6 +122,11 @@ class ReasoningGuide:
         self._tail = tail[-len(self._mark.text) :]
         if not self._is_over and self._num_tokens == self._max_tokens:
             self._forced = list(self._mark.ids)
+
+    def forced(self) -> Sequence[int]:
+        if not self._is_over:
+            return self._forced
+        return () if self._grammar is None else self._grammar.forced()
 
     def close(self) -> None:
         if self._grammar is not None:

@@ -1,0 +1,97 @@
+"""Guesses: tokens that may follow a sequence, from several sources, and how likely each is right. Pure.
+
+A drafted guess costs rows of the next step and never changes the answer: the rank samples every position as it would
+have without drafts, and a drafted token counts only where it equals the sampled one (Leviathan et al. 2023 with any
+source as draft model). profit.py decides how many tokens are drafted.
+
+A guess begins with the tokens that a grammar forces, if there are any, and goes on with what the text says.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.messages import RankInfo
+from kvloom.contract.request import Request
+from kvloom.engine.schedule.lookup import PromptLookup
+
+MOST_TOKENS = 32  # of a guess, if nothing else is said: an edit copies long runs
+_DECAY = 0.9  # of what is known of earlier guesses, with each new one
+# By kind: (right, all) guesses of one token that count before any was seen. First those of a lookup, by the bit length
+# of the number of tokens that agree;
+_BY_AGREEMENT = ((0.3, 2.0), (0.3, 2.0), (0.9, 2.0), (2.25, 3.0), (5.5, 6.0))
+_BEHIND = len(_BY_AGREEMENT)  # then those of a lookup that begins behind forced tokens;
+_FORCED = 2 * _BEHIND  # then those that a grammar forces: the sampler can choose no other, however the text is cut
+_PRIOR = (*_BY_AGREEMENT, *_BY_AGREEMENT, (39.6, 40.0))
+_START_NEWS = 0.1  # share of the newest step in the share of steps behind which a draft begins
+
+
+class Guess(NamedTuple):
+    """Tokens that may follow, and of which kind each is."""
+
+    tokens: Sequence[int] = ()
+    kinds: Sequence[int] = ()
+
+
+class Guesser:
+    """The guess for one sequence, and how often guesses were right, drafted or not. Owned by the engine's thread."""
+
+    def __init__(self, lookup: PromptLookup, most: int) -> None:
+        """`most`: tokens of a guess."""
+        self._lookup, self._most = lookup, most
+        self._num_known = 0  # tokens of the sequence at the last guess
+        self._known = list(_PRIOR)
+        self._is_drafting = False
+        self.guess = Guess()
+        self.start_share = 0.0  # of its steps, those behind which a draft pays and before which none did
+
+    def follow(self, token_ids: Sequence[int], most: int, forced: Sequence[int] = ()) -> None:
+        """Learn from the tokens that have come since the last call, and guess at most `most` tokens that follow.
+
+        `forced`: the first of them, which a grammar forces.
+        """
+        self._learn(token_ids[self._num_known :] if self.guess.tokens else ())
+        self._num_known = len(token_ids)
+        most = min(most, self._most)
+        forced = forced[: max(0, most)]
+        tokens, size = self._lookup.propose(token_ids, most - len(forced), forced)
+        first = _BEHIND if forced else 0
+        kinds = [first + _class_of(size + i) for i in range(len(tokens))]
+        self.guess = Guess([*forced, *tokens], [_FORCED] * len(forced) + kinds)
+
+    def chances(self) -> list[float]:
+        """For each token of the guess how likely it is that it and all before it are right."""
+        found, chance = [], 1.0
+        for kind in self.guess.kinds:
+            right, count = self._known[kind]
+            chance *= right / count
+            found.append(chance)
+        return found
+
+    def decided(self, num_drafted: int) -> None:
+        """So many tokens of the guess pay."""
+        is_start = num_drafted > 0 and not self._is_drafting
+        self._is_drafting = num_drafted > 0
+        self.start_share += _START_NEWS * (is_start - self.start_share)
+
+    def _learn(self, fresh: Sequence[int]) -> None:
+        for guessed, kind, token in zip(*self.guess, fresh, strict=False):
+            is_right = guessed == token
+            right, count = self._known[kind]
+            self._known[kind] = _DECAY * right + is_right, _DECAY * count + 1
+            if not is_right:
+                return
+
+
+def _class_of(size: int) -> int:
+    return min(size.bit_length(), len(_BY_AGREEMENT) - 1)
+
+
+def guesser_of(config: EngineConfig, info: RankInfo, request: Request) -> Guesser | None:
+    """Of the sequence of `request`; None when speculation is off, or a rejected draft would stay in a state."""
+    if not config.num_speculative_tokens or info.num_states:
+        return None
+    most = config.num_speculative_tokens if config.num_speculative_tokens > 0 else MOST_TOKENS
+    sizes = config.prompt_lookup_min, config.prompt_lookup_max
+    lookup = PromptLookup(*sizes, request.prediction, is_guided=bool(request.params.grammar))
+    return Guesser(lookup, most)
