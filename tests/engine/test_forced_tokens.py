@@ -7,16 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvloom.contract.config import EngineConfig
 from kvloom.contract.request import FinishReason, Request
 from kvloom.contract.sampling import SamplingParams
-from kvloom.engine.schedule.guessing import Guesser
+from kvloom.engine.schedule.guessing import FORCED, Guesser
 from kvloom.engine.schedule.lookup import PromptLookup
 from kvloom.engine.schedule.profit import pays_to_wait
-from kvloom.rank.fake import VOCAB_SIZE, ByteTokenizer
+from kvloom.rank.fake import VOCAB_SIZE, ByteTokenizer, FakeRunner
+from kvloom.rank.grammar import guides
 from kvloom.rank.grammar.guides import Guides
 from kvloom.server.chat.grammars import choice_grammar, json_grammar, regex_grammar
 from tests.engine.test_engine import prompt
-from tests.support.engine.engines import fake_engine, run_all, text_of, tokens_of
+from tests.support.engine.engines import engine_over, fake_engine, run_all, text_of, tokens_of
 from tests.support.engine.grammars import make_guide
 
 FIELDS = {f"lighthouse_{name}": {"enum": ["red", "green"]} for name in ("keeper", "colour", "height")}
@@ -28,6 +30,12 @@ GRAMMARS = {
     "choice": choice_grammar(["yes, of course", "yes, but later", "no"], "choice"),
     "loose": json_grammar({"type": "object"}, "schema"),
 }
+
+
+@pytest.fixture(autouse=True)
+def slow_machine(monkeypatch):
+    """No mask of these tests counts as one that takes long."""
+    monkeypatch.setattr(guides, "_SOON_S", 100.0)
 
 
 # -- which tokens are forced
@@ -67,7 +75,7 @@ def test_what_is_forced_is_known_again_when_another_token_was_taken():
 def test_a_step_does_not_look_for_forced_tokens_where_a_mask_takes_long():
     guide = make_guide(OBJECT)
     guide.mask()
-    guide._mask_s = 1.0
+    guide._mask_s = 1000.0
     assert list(guide.forced()) == []
 
 
@@ -101,7 +109,7 @@ def test_a_guess_goes_on_behind_forced_tokens_as_the_text_did():
     tokens = [1, 7, 8, 2, 3]
     guesser.follow(tokens, 100, [9, 7])
     assert guesser.guess.tokens == [9, 7, 8, 2, 3]
-    assert guesser.guess.kinds[:2] == [10, 10]
+    assert guesser.guess.kinds[:2] == [FORCED, FORCED]
     assert guesser.chances()[1] > 0.9
     before = guesser.chances()[2]
     tokens += [9, 7, 8]
@@ -164,10 +172,9 @@ def test_a_draft_begins_behind_a_step_before_which_there_was_none():
 
 def test_an_object_comes_in_fewer_steps():
     request = Request("a", prompt(9), SamplingParams(temperature=0, max_tokens=150, grammar=OBJECT))
-    plain, engine = (
-        fake_engine(max_seq_len=256),
-        fake_engine(max_seq_len=256, num_speculative_tokens=9, run_ahead=False),
-    )
+    sizes = EngineConfig(backend="fake", num_blocks=64, block_size=4, max_seq_len=256)
+    runners = [FakeRunner(sizes, guides=Guides(ByteTokenizer, VOCAB_SIZE, must_wait=True)) for _ in range(2)]
+    plain, engine = engine_over(runners[0]), engine_over(runners[1], num_speculative_tokens=9, run_ahead=False)
     want, got = run_all(plain, request)["a"], run_all(engine, request)["a"]
     assert text_of(got) == text_of(want)
     assert set(json.loads(text_of(got))) == set(FIELDS)

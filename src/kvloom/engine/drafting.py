@@ -1,19 +1,43 @@
 """Drafting: what sequences draft for their next steps, and which therefore do not run ahead."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from kvloom.contract.messages import Forced
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.messages import Forced, RankInfo
 from kvloom.engine.live import Live
+from kvloom.engine.schedule.guessing import guesser_of
 from kvloom.engine.schedule.pace import Pace
 from kvloom.engine.schedule.profit import Turnaround
+from kvloom.engine.schedule.recent import Recent
+from kvloom.engine.schedule.seq import Seq
 
 
 class Drafting:
     """Decides from what steps cost (`pace`), and from what a rank waits for where nothing runs ahead."""
 
-    def __init__(self, pace: Pace, clock: Callable[[], float]) -> None:
-        self._pace, self._clock = pace, clock
+    def __init__(self, config: EngineConfig, pace: Pace, clock: Callable[[], float]) -> None:
+        self._config, self._pace, self._clock = config, pace, clock
         self._turnaround = Turnaround()
+        self._recent = Recent()
+
+    def gauges(self, seqs: Sequence[Seq]) -> dict[str, Any]:
+        """By field names of Stats: what is believed of steps, and what is kept."""
+        believed = {"decode_step_s": self._pace.decode_s(seqs), "prompt_token_s": self._pace.token_s or 0.0}
+        return believed | {"recent_text_bytes": self._recent.num_bytes}
+
+    def begin(self, live: Live, info: RankInfo) -> None:
+        """A request has come to ranks of `info`."""
+        live.guesser = guesser_of(self._config, info, live.request, live.seq, self._recent)
+
+    def leave(self, live: Live) -> None:
+        """A request has ended."""
+        if live.guesser is not None:
+            live.guesser.leave(live.seq.token_ids)
+
+    def forget(self) -> None:
+        """Forget the texts of requests that have ended."""
+        self._recent.forget()
 
     def sent(self, is_alone: bool) -> None:
         """A step is sent to the rank; `is_alone`: none is under way."""

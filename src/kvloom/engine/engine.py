@@ -31,7 +31,6 @@ from kvloom.engine.schedule.again import Again
 from kvloom.engine.schedule.ahead import may_follow, must_wait
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.commit import apply_step, check, commit_step, end_seq, is_stale, release_seq, swap_out
-from kvloom.engine.schedule.guessing import guesser_of
 from kvloom.engine.schedule.pace import Pace
 from kvloom.engine.schedule.policies import Turns, policy_of
 from kvloom.engine.schedule.scheduler import Circumstances, plan_step
@@ -79,7 +78,7 @@ class Engine:
         self._under_way: deque[Plan] = deque()  # plans submitted and not collected, oldest first
         self._counts = Counts()
         self._pace = Pace(config.max_gap_s, config.step_timeout_s)
-        self._drafting = Drafting(self._pace, clock)
+        self._drafting = Drafting(config, self._pace, clock)
         self.reset()
 
     def reset(self) -> None:
@@ -126,7 +125,7 @@ class Engine:
         seq.may_reuse = request.may_reuse and not seq.is_whole
         seq.giving = giving_of(request, self._limits.block_size)
         seq.extend_hashes(self._limits.block_size)
-        live.guesser = guesser_of(self.config, self._executor.info, request)
+        self._drafting.begin(live, self._executor.info)
         self._counts.add("total_requests")
         self._counts.add("total_prompt_tokens", seq.num_prompt)
         self._by_request[request.id] = live
@@ -195,6 +194,7 @@ class Engine:
             apply_step(Plan(preempted=tuple(running)), self._pool)
             self._counts.add("total_preemptions", len(running))
         self._pool.forget_all()
+        self._drafting.forget()
 
     def release_free(self) -> None:
         """When idle: give the memory of blocks that no sequence holds back to the system, and forget the prefixes
@@ -202,6 +202,7 @@ class Engine:
 
         Blocks in the outer tier stay there. Raises RankDied.
         """
+        self._drafting.forget()
         self._plan, dropped, self._dropped = Plan(), self._dropped, []
         self._under_way.append(self._plan)
         self._executor.submit(Batch([], [], dropped, release=self._pool.drop_cached()))
@@ -285,9 +286,8 @@ class Engine:
     def stats(self) -> Stats:
         """Gauges of this moment and totals since the engine was made."""
         seqs = [live.seq for live in self._seqs.values()]
-        believed = {"decode_step_s": self._pace.decode_s(seqs), "prompt_token_s": self._pace.token_s or 0.0}
-        now = gauges(seqs, self._pool, self._limits.max_batch, self._executor.info.state_bytes) | believed
-        return self._counts.stats(now, self._transfers.counts())
+        now = gauges(seqs, self._pool, self._limits.max_batch, self._executor.info.state_bytes)
+        return self._counts.stats(now | self._drafting.gauges(seqs), self._transfers.counts())
 
     def check(self) -> None:
         """Assert the invariants of sequences and blocks; cheap enough to run when idle."""
@@ -358,6 +358,7 @@ class Engine:
         """Remove a request: its blocks are free, and the rank is told with the next step."""
         del self._by_request[live.request.id]
         self._giving.drop(live.request.id)
+        self._drafting.leave(live)
         if self._seqs.pop(live.seq.id, None) is not None:
             release_seq(live.seq, self._pool, Status.FINISHED)
             if live.is_known:

@@ -36,6 +36,7 @@ class Stats:
     max_batch: int = 0
     decode_step_s: float = 0.0  # predicted time of a step that decodes the running sequences; 0 for none
     prompt_token_s: float = 0.0  # predicted time of one more prompt token, without attention
+    recent_text_bytes: int = 0  # of the texts of ended requests that later ones are guessed from
     total_steps: int = 0
     total_steps_ahead: int = 0  # of these, planned before the step before them had ended
     total_stale_rows: int = 0  # rows computed in such steps and thrown away: the sequence had ended, or got no token

@@ -4,25 +4,29 @@ A drafted guess costs rows of the next step and never changes the answer: the ra
 have without drafts, and a drafted token counts only where it equals the sampled one (Leviathan et al. 2023 with any
 source as draft model). profit.py decides how many tokens are drafted.
 
-A guess begins with the tokens that a grammar forces, if there are any, and goes on with what the text says.
+A guess begins with the tokens that a grammar forces, if there are any. It goes on with what the text says, or with
+what a recent text of the same scope says, whichever is believed to bring more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import RankInfo
 from kvloom.contract.request import Request
-from kvloom.engine.schedule.lookup import PromptLookup
+from kvloom.engine.schedule.lookup import Match, PromptLookup
+from kvloom.engine.schedule.recent import Recent
+from kvloom.engine.schedule.seq import Seq
 
 MOST_TOKENS = 32  # of a guess, if nothing else is said: an edit copies long runs
 _DECAY = 0.9  # of what is known of earlier guesses, with each new one
 # By kind: (right, all) guesses of one token that count before any was seen. First those of a lookup, by the bit length
 # of the number of tokens that agree;
 _BY_AGREEMENT = ((0.3, 2.0), (0.3, 2.0), (0.9, 2.0), (2.25, 3.0), (5.5, 6.0))
-_BEHIND = len(_BY_AGREEMENT)  # then those of a lookup that begins behind forced tokens;
-_FORCED = 2 * _BEHIND  # then those that a grammar forces: the sampler can choose no other, however the text is cut
-_PRIOR = (*_BY_AGREEMENT, *_BY_AGREEMENT, (39.6, 40.0))
+BEHIND = len(_BY_AGREEMENT)  # then those of a lookup that begins behind forced tokens;
+RECENT = 2 * BEHIND  # then those of recent texts;
+FORCED = 3 * BEHIND  # then those that a grammar forces: the sampler can choose no other, however the text is cut
+_PRIOR = (*_BY_AGREEMENT, *_BY_AGREEMENT, *_BY_AGREEMENT, (39.6, 40.0))
 _START_NEWS = 0.1  # share of the newest step in the share of steps behind which a draft begins
 
 
@@ -36,9 +40,10 @@ class Guess(NamedTuple):
 class Guesser:
     """The guess for one sequence, and how often guesses were right, drafted or not. Owned by the engine's thread."""
 
-    def __init__(self, lookup: PromptLookup, most: int) -> None:
-        """`most`: tokens of a guess."""
+    def __init__(self, lookup: PromptLookup, most: int, recent: Recent | None = None, scope: Hashable = None) -> None:
+        """`most`: tokens of a guess. `recent` has other texts, and `scope` says which of them may be read."""
         self._lookup, self._most = lookup, most
+        self._recent, self._scope = recent or Recent(), scope
         self._num_known = 0  # tokens of the sequence at the last guess
         self._known = list(_PRIOR)
         self._is_drafting = False
@@ -54,15 +59,29 @@ class Guesser:
         self._num_known = len(token_ids)
         most = min(most, self._most)
         forced = forced[: max(0, most)]
-        tokens, size = self._lookup.propose(token_ids, most - len(forced), forced)
-        first = _BEHIND if forced else 0
-        kinds = [first + _class_of(size + i) for i in range(len(tokens))]
-        self.guess = Guess([*forced, *tokens], [_FORCED] * len(forced) + kinds)
+        left = most - len(forced)
+        own = _guess_of(self._lookup.propose(token_ids, left, forced), BEHIND if forced else 0)
+        last = [*token_ids[-self._lookup.max_size :], *forced]
+        other = _guess_of(self._recent.find(self._scope, last, left), RECENT)
+        tokens, kinds = other if sum(self._chances(other.kinds)) > sum(self._chances(own.kinds)) else own
+        self.guess = Guess([*forced, *tokens], [*[FORCED] * len(forced), *kinds])
 
     def chances(self) -> list[float]:
         """For each token of the guess how likely it is that it and all before it are right."""
+        return self._chances(self.guess.kinds)
+
+    def leave(self, token_ids: Sequence[int]) -> None:
+        """The sequence has ended with these tokens, which do not change any more: later ones may be guessed from it.
+
+        One that has got no token is forgotten.
+        """
+        if self._num_known:
+            self._lookup.index(token_ids)
+            self._recent.keep(self._scope, token_ids, self._lookup)
+
+    def _chances(self, kinds: Sequence[int]) -> list[float]:
         found, chance = [], 1.0
-        for kind in self.guess.kinds:
+        for kind in kinds:
             right, count = self._known[kind]
             chance *= right / count
             found.append(chance)
@@ -87,11 +106,20 @@ def _class_of(size: int) -> int:
     return min(size.bit_length(), len(_BY_AGREEMENT) - 1)
 
 
-def guesser_of(config: EngineConfig, info: RankInfo, request: Request) -> Guesser | None:
-    """Of the sequence of `request`; None when speculation is off, or a rejected draft would stay in a state."""
-    if not config.num_speculative_tokens or info.num_states:
+def _guess_of(match: Match, first: int) -> Guess:
+    return Guess(match.tokens, [first + _class_of(match.size + i) for i in range(len(match.tokens))])
+
+
+def guesser_of(config: EngineConfig, info: RankInfo, request: Request, seq: Seq, recent: Recent) -> Guesser | None:
+    """Of the sequence `seq` of `request`; None when speculation is off, nothing is generated, or a rejected
+    draft would stay in a state.
+
+    Texts of another tenant, another salt or another adapter are not read.
+    """
+    if not config.num_speculative_tokens or info.num_states or request.pooling:
         return None
     most = config.num_speculative_tokens if config.num_speculative_tokens > 0 else MOST_TOKENS
     sizes = config.prompt_lookup_min, config.prompt_lookup_max
     lookup = PromptLookup(*sizes, request.prediction, is_guided=bool(request.params.grammar))
-    return Guesser(lookup, most)
+    scope = request.tenant, seq.salt, seq.switch.digest if seq.switch is not None else ""
+    return Guesser(lookup, most, recent, scope)

@@ -46,9 +46,25 @@ class PromptLookup:
 
         `token_ids` must extend those of the last call.
         """
-        self._index(token_ids)
-        last = [*token_ids[-self._sizes[0] :], *forced]
-        for size in (self._sizes if forced else self._free_sizes) if most > 0 else ():
+        self.index(token_ids)
+        last = [*token_ids[-self.max_size :], *forced]
+        return self.match(last, token_ids, most, self._sizes if forced else self._free_sizes)
+
+    @property
+    def max_size(self) -> int:
+        """The most tokens that are looked up."""
+        return self._sizes[0]
+
+    @property
+    def num_entries(self) -> int:
+        """N-grams in the index."""
+        return len(self._ends) + len(self._ends_before)
+
+    def match(self, last: Sequence[int], token_ids: Sequence[int], most: int, sizes: Sequence[int] = ()) -> Match:
+        """At most `most` tokens that followed the end of `last` in `token_ids`, those of the last `index`, or in the
+        other text.
+        """
+        for size in (sizes or self._free_sizes) if most > 0 else ():
             if size > len(last):
                 continue
             key = hash(tuple(last[-size:]))
@@ -58,7 +74,7 @@ class PromptLookup:
                 return Match(token_ids[end : end + most], size)
         return Match()
 
-    def _index(self, token_ids: Sequence[int]) -> None:
+    def index(self, token_ids: Sequence[int]) -> None:
         """Enter n-grams that end before the last token, so that the end of the sequence never finds itself."""
         ends = self._ends
         for end in range(max(self._num_indexed + 1, len(token_ids) - _INDEXED_TOKENS), len(token_ids)):

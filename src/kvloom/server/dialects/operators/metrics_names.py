@@ -144,6 +144,11 @@ GAUGES: Sequence[tuple[tuple[str, ...], str, Number]] = (
     (("snapshots_max",), "Most of these.", lambda s: s.engine.stats().max_snapshots),
     (("snapshot_bytes",), "Memory of these.", lambda s: s.engine.stats().snapshot_bytes),
     (
+        ("recent_text_bytes",),
+        "Memory of the texts of ended requests that later ones are guessed from.",
+        lambda s: s.engine.stats().recent_text_bytes,
+    ),
+    (
         ("decode_step_seconds",),
         "What a step is believed to take that decodes all that run.",
         lambda s: s.engine.stats().decode_step_s,
