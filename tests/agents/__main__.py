@@ -1,7 +1,7 @@
 """Installs the agents below a folder, runs each through the task, and prints the table of docs/agents.md.
 
-Fetches the model whose vocabulary the scripted one has (1.1 GB), if it is not there.
-`python -m tests.agents FOLDER [NAME...]`. Ends with 1 if one does not finish its task.
+Fetches the model whose vocabulary the scripted one has (1.1 GB), if it is not there; with --real that model answers.
+`python -m tests.agents FOLDER [--real] [NAME...]`. Ends with 1 if one does not finish its task.
 """
 
 import json
@@ -29,9 +29,10 @@ def install(agent: Agent, folder: Path) -> None:
     (folder / "installed").touch()
 
 
-def line_of(agent: Agent, folder: Path) -> tuple[str, bool]:
+def line_of(agent: Agent, folder: Path, *options: str) -> tuple[str, bool]:
     """Its line of the table, and whether it finished its task."""
-    command = ["unshare", "-rn", "sh", "-c", _ALONE, "sh", sys.executable, "-m", "tests.agents.one", agent.name, folder]
+    program = [sys.executable, "-m", "tests.agents.one", agent.name, folder, *options]
+    command = ["unshare", "-rn", "sh", "-c", _ALONE, "sh", *program]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     if done.returncode:
         return f"| {agent.name} | {' '.join(agent.packages)} | failed: {done.stderr.splitlines()[-1:]} |", False
@@ -43,7 +44,7 @@ def line_of(agent: Agent, folder: Path) -> tuple[str, bool]:
     return f"| {' | '.join(map(str, cells))} |", told["finished"]
 
 
-def main(folder: Path, names: list[str]) -> bool:
+def main(folder: Path, options: list[str], names: list[str]) -> bool:
     """Whether all finished."""
     pull(VOCABULARY)  # the agents run without a network
     print(_HEAD, "| --- " * 7 + "|", sep="\n", flush=True)
@@ -52,11 +53,13 @@ def main(folder: Path, names: list[str]) -> bool:
         if not names or agent.name in names:
             place = folder / agent.name.replace(" ", "-")
             install(agent, place)
-            line, is_done = line_of(agent, place)
+            line, is_done = line_of(agent, place, *options)
             finished = finished and is_done
             print(line, flush=True)
     return finished
 
 
 if __name__ == "__main__":
-    sys.exit(not main(Path(sys.argv[1]).resolve(), sys.argv[2:]))
+    options = [given for given in sys.argv[2:] if given == "--real"]
+    names = [given for given in sys.argv[2:] if given != "--real"]
+    sys.exit(not main(Path(sys.argv[1]).resolve(), options, names))

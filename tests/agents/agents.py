@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-MODEL = "scripted"
-VOCABULARY = "qwen2.5-coder-1.5b"  # whose vocabulary and chat template the scripted model has
+MODEL = "local"
+VOCABULARY = "qwen2.5-coder-1.5b"  # the real model; the scripted one has its vocabulary and chat template
 TASK = "Read notes.txt, replace cat by dog in it, then count its words with wc and say how many there are."
 END = "The file has 3 words."
 Step = tuple[str, str]  # what the model answers, and what the prompt after it must show
@@ -76,7 +76,7 @@ def own_environment(place: Place) -> Mapping[str, str]:
 
 
 CODEX_FREE = "--dangerously-bypass-approvals-and-sandbox"
-CODEX = """model = "scripted"
+CODEX = """model = "local"
 model_provider = "kvloom"
 check_for_update_on_startup = false
 [analytics]
@@ -90,8 +90,8 @@ OPENCODE = {
     "autoupdate": False,
     "share": "disabled",
     "permission": {"*": "allow"},
-    "model": "kvloom/scripted",
-    "small_model": "kvloom/scripted",
+    "model": "kvloom/local",
+    "small_model": "kvloom/local",
 }
 QWEN = {
     "privacy": {"usageStatisticsEnabled": False},
@@ -103,7 +103,7 @@ CONTINUE = """name: local
 version: 0.0.1
 schema: v1
 models:
-  - {{name: scripted, provider: openai, model: scripted, apiBase: "{url}/v1", apiKey: none, capabilities: [tool_use]}}
+  - {{name: local, provider: openai, model: local, apiBase: "{url}/v1", apiKey: none, capabilities: [tool_use]}}
 """
 EDIT = "notes.txt\n```\n<<<<<<< SEARCH\nthe cat sleeps\n=======\nthe dog sleeps\n>>>>>>> REPLACE\n```\n"
 

@@ -1,20 +1,25 @@
-"""One agent through the task: `python -m tests.agents.one NAME FOLDER`."""
+"""One agent through the task: `python -m tests.agents.one NAME FOLDER [--real]`."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from kvloom.checkpoints.demo_models import pull
 from kvloom.engine.text.tokenizer import load_tokenizer
-from tests.agents.agents import AGENTS, END, MODEL, PROGRAMS, VOCABULARY, Agent, Place, Step
+from tests.agents.agents import AGENTS, MODEL, PROGRAMS, VOCABULARY, Agent, Place, Step
 from tests.support.scripted import Turn, scripted_server
+from tests.support.traced import traced_server
 
-_LIMIT_S = 180.0
-_CONTEXT = 131_072  # tokens
+_LIMIT_S, _REAL_LIMIT_S = 180.0, 1500.0
+_CONTEXT, _REAL_CONTEXT = 131_072, 32_768  # tokens
+_MAX_BODY = 1 << 24
+_COUNT = "3 words"  # what the agent must say
 
 
 class Script:
@@ -38,34 +43,46 @@ class Script:
 
 
 def told(
-    agent: Agent, script: Script, turns: Sequence[Turn], place: Place, done: "subprocess.CompletedProcess[str]"
+    agent: Agent, steps: Sequence[Step], own: Sequence[Turn], place: Place, done: "subprocess.CompletedProcess[str]"
 ) -> dict[str, object]:
-    """The agent's line of the table; raises AssertionError when the task is not done."""
-    own = [turn for turn in turns if script.at(turn.prompt) is not None]
-    shown = [(own[at + 1].prompt if at + 1 < len(own) else "") for at in range(len(script.steps))]
-    right = sum(wanted in prompt for (_, wanted), prompt in zip(script.steps, shown, strict=True))
+    """The agent's line of the table. `own`: the turns of the task."""
+    right = sum(any(wanted in turn.prompt for turn in own[at + 1 :]) for at, (_, wanted) in enumerate(steps))
     line = {
         "agent": agent.name, "packages": agent.packages, "dialect": agent.dialect, "turns": len(own), "right": right,
-        "wanted": len(script.steps), "tokens": [(turn.num_tokens - turn.num_cached, turn.num_cached) for turn in own],
-        "edited": (place.work / "notes.txt").read_text(), "said": END in done.stdout, "code": done.returncode,
+        "wanted": len(steps), "tokens": [(turn.num_tokens - turn.num_cached, turn.num_cached) for turn in own],
+        "edited": (place.work / "notes.txt").read_text(), "said": _COUNT in done.stdout, "code": done.returncode,
     }  # fmt: skip
-    line["finished"] = line["edited"] == "the dog sleeps\n" and bool(line["said"]) and right == len(script.steps)
+    line["finished"] = line["edited"] == "the dog sleeps\n" and bool(line["said"]) and right == len(steps)
     return line
 
 
-def run(agent: Agent, folder: Path) -> dict[str, object]:
+@contextmanager
+def scripted(agent: Agent, place: Place) -> Iterator[tuple[Place, Callable[[], Sequence[Turn]]]]:
+    """The place with the server's address, and the turns of the task so far."""
+    script = Script(agent)
+    tokenizer = load_tokenizer(pull(VOCABULARY))
+    with scripted_server(tokenizer, script, _CONTEXT, names=(MODEL,), max_body_bytes=_MAX_BODY) as (server, turns):
+        place = replace(place, url=server.url)
+        script.steps = agent.steps(place)
+        yield place, lambda: [turn for turn in turns.items if script.at(turn.prompt) is not None]
+
+
+@contextmanager
+def real(agent: Agent, place: Place) -> Iterator[tuple[Place, Callable[[], Sequence[Turn]]]]:
+    """As `scripted`, of the real model."""
+    with traced_server(pull(VOCABULARY), _REAL_CONTEXT, names=(MODEL,), max_body_bytes=_MAX_BODY) as (server, turns):
+        yield replace(place, url=server.url), lambda: [turn for turn in turns.items if '"tools"' in turn.prompt]
+
+
+def run(agent: Agent, folder: Path, is_real: bool) -> dict[str, object]:
     """`folder`: with the agent's packages; the rest of it is made anew."""
     home, work = folder / "home", folder / "work"
     for made in (home, work):
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
     (work / "notes.txt").write_text("the cat sleeps\n")
-    script = Script(agent)
-    tokenizer = load_tokenizer(pull(VOCABULARY))
-    with scripted_server(tokenizer, script, _CONTEXT, names=(MODEL,), max_body_bytes=1 << 24) as (server, turns):
-        bin = folder / ("venv/bin" if agent.is_python else "node_modules/.bin")
-        place = Place(bin, home, work, server.url)
-        script.steps = agent.steps(place)
+    bin = folder / ("venv/bin" if agent.is_python else "node_modules/.bin")
+    with (real if is_real else scripted)(agent, Place(bin, home, work, "")) as (place, turns):
         for name, text in agent.files(place).items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             (home / name).write_text(text)
@@ -74,12 +91,13 @@ def run(agent: Agent, folder: Path) -> dict[str, object]:
         environment = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8", **agent.environment(place)}
         done = subprocess.run(
             agent.command(place), cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=_LIMIT_S, check=False,
+            timeout=_REAL_LIMIT_S if is_real else _LIMIT_S, check=False,
         )  # fmt: skip
         (folder / "output.txt").write_text(done.stdout + "\n--- errors\n" + done.stderr)
-        return told(agent, script, turns.items, place, done)
+        (folder / "turns.txt").write_text("\n\n".join(turn.prompt for turn in turns()))
+        return told(agent, agent.steps(place), turns(), place, done)
 
 
 if __name__ == "__main__":
     [chosen] = [agent for agent in AGENTS if agent.name == sys.argv[1]]
-    print(json.dumps(run(chosen, Path(sys.argv[2]).resolve())))
+    print(json.dumps(run(chosen, Path(sys.argv[2]).resolve(), "--real" in sys.argv[3:])))

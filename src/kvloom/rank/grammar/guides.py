@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _STUCK = "the answer's grammar cannot be followed any further"
 _STEP_S = 0.01  # seconds that a step waits for masks
 _SOON_S = 0.003  # seconds for which the rank's thread may look for forced tokens; that takes no longer than a mask
+_STEP_FUEL = 1_000_000  # of llguidance's lexer for a token, 0.1 s: a patch in CDATA takes 300,000, its default less
 
 
 class Patience:
@@ -90,7 +91,8 @@ class Guides:
     def _grammar(self, grammar: str) -> "GrammarGuide":
         def match() -> "Reading":
             tokenizer = self._open()
-            matcher = _llguidance().LLMatcher(tokenizer, grammar, log_level=0)
+            limits = _llguidance().LLParserLimits(step_lexer_fuel=_STEP_FUEL)
+            matcher = _llguidance().LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
             num_tokens = min(self._spell().vocab_size, self._num_logits)
             return matcher, [id for id in tokenizer.eos_tokens if id < num_tokens], num_tokens
 

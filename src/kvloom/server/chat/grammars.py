@@ -62,7 +62,6 @@ def choice_grammar(choices: list[str], field: str) -> str:
 
 def text_grammar(grammar: str, field: str) -> str:
     """A grammar in Lark's form, or in GBNF (llama.cpp's), which has `::=`. Raises BadRequest."""
-    may_take_long()  # 300 characters of rules that double reach llguidance's limits after a second
     check_size(grammar, field)
     if grammar.lstrip().startswith("{"):
         raise BadRequest(field, "must be a grammar in Lark's form or in GBNF, not JSON")
@@ -70,6 +69,13 @@ def text_grammar(grammar: str, field: str) -> str:
         lark = any_to_lark(grammar) if "::=" in grammar else grammar
     except Exception as error:  # the converter raises several kinds of exceptions
         raise BadRequest(field, f"is no GBNF grammar: {error}") from None
+    return lark_grammar(lark, field)
+
+
+def lark_grammar(lark: str, field: str) -> str:
+    """Raises BadRequest."""
+    may_take_long()  # 300 characters of rules that double reach llguidance's limits after a second
+    check_size(lark, field)
     return checked_grammar(llguidance.LLMatcher.grammar_from_lark(ascii_lark(lark)), field)
 
 

@@ -41,9 +41,11 @@ def open_text(form: CallForm, name: str, begin: str, end: str, schema: dict[str,
             f"{name}: {literal(form, begin)} {name}_text {literal(form, end)}",
             f"{name}_text: {text_regex(schema)}",
         ]
+    terminal = name.upper()
     return [
         f"{name}: {literal(form, begin)} {name}_text",
-        f"{name}_text[suffix={literal(form, end)}]: {text_regex(schema)}",
+        f"{name}_text[suffix={literal(form, end)}]: {terminal}",
+        f"{terminal}: {text_regex(schema)} & ~/(.|\\n)*{escaped(end)}(.|\\n)*/",
     ]
 
 

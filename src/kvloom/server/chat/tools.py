@@ -27,6 +27,7 @@ class Tool:
     schema_name: str = "parameters"  # the caller's field that holds the schema
     is_listed: bool = True
     is_custom: bool = False  # its only argument is answered as a text
+    held: Mapping[str, Any] | None = None  # the schema that arguments follow, where the model is shown another one
 
     @property
     def schema_field(self) -> str:
@@ -36,9 +37,10 @@ class Tool:
     @property
     def schema(self) -> dict[str, Any]:
         """Schema of the arguments, always an object's; without parameters it allows none."""
-        if self.parameters is None:
+        parameters = self.parameters if self.held is None else self.held
+        if parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
-        return {"type": "object", **self.parameters}
+        return {"type": "object", **parameters}
 
     @property
     def plain(self) -> dict[str, Any]:

@@ -16,10 +16,15 @@ FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": 
 ASKED = {"role": "user", "content": "hi"}
 
 
+def script(prompt: str) -> str:
+    SAYS["prompt"] = prompt
+    return SAYS["answer"]
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
     """Its model says SAYS["answer"]."""
-    with scripted_server(TemplateTokenizer(HERMES), lambda prompt: SAYS["answer"]) as (running, _):
+    with scripted_server(TemplateTokenizer(HERMES), script) as (running, _):
         yield running
 
 
@@ -62,13 +67,18 @@ def test_the_input_of_a_custom_tool_is_a_text(server: FakeServer, arguments: str
     assert calls == [custom, {"type": "function", "function": {"name": "find", "arguments": "{}"}}, custom]
 
 
-def test_a_regular_expression_of_a_custom_tool_is_held_and_a_grammar_told(server: FakeServer):
-    regex = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[ab]+"}}
-    chat(server, "yes", tools=[{"type": "custom", "custom": {"name": "patch", "format": regex}}])
+def with_grammar(syntax: str, definition: str) -> dict[str, Any]:
+    form = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+    return {"type": "custom", "custom": {"name": "patch", "format": form}}
+
+
+def test_a_custom_tools_grammar_is_shown_and_one_that_is_recursive_is_not_held(server: FakeServer):
+    chat(server, "yes", tools=[with_grammar("regex", "[ab]+")])
     assert '"pattern": "^(?:[ab]+)$"' in TemplateTokenizer.rendered[-1]
-    lark = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: X"}}
-    _, notes = chat(server, "yes", tools=[{"type": "custom", "custom": {"name": "patch", "format": lark}}])
-    assert notes == "tools[0].custom.format is told to the model, and not held"
+    told = "tools[0].custom.format is told to the model, and not held"
+    for definition, wanted in (("start: /a/", ""), ("start: /a/ start?", told)):
+        _, notes = chat(server, "yes", tools=[with_grammar("lark", definition)])
+        assert (notes, f"(lark):\\n{definition}" in SAYS["prompt"]) == (wanted, True)
 
 
 def test_calls_of_custom_tools_go_back(server: FakeServer):
@@ -114,6 +124,8 @@ def test_parts_of_other_apis_are_shown_or_told(server: FakeServer):
     ("fields", "param"),
     [
         ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+        ({"tools": [with_grammar("lark", "start: nothing")]}, "tools[0].custom.format"),
+        ({"tools": [with_grammar("regex", "(a")]}, "tools[0].custom.format"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [PATCH], "tool_choice": {"type": "custom"}}, "tool_choice.custom"),
         ({"tools": [PATCH], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),

@@ -3,6 +3,7 @@ histories of every type.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,10 +25,15 @@ ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "x"},
 SEARCH = {"type": "tool_search", "execution": "client", "description": "Finds.", "parameters": F["parameters"]}
 
 
+def script(prompt: str) -> str:
+    SAYS["prompt"] = prompt
+    return SAYS["answer"]
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
     """Its model says SAYS["answer"]."""
-    with scripted_server(TemplateTokenizer(HERMES), lambda prompt: SAYS["answer"]) as (running, _):
+    with scripted_server(TemplateTokenizer(HERMES), script) as (running, _):
         yield running
 
 
@@ -125,13 +131,26 @@ def test_the_input_of_a_custom_tool_is_read_however_it_is_cut():
     assert "".join(map(reader.add, text)) == whole == 'aé😀"\nqZZZZ'
 
 
-def test_a_regular_expression_of_a_custom_tool_is_held_and_a_grammar_told(server: FakeServer):
+def test_a_custom_tools_grammar_is_shown_and_one_that_is_recursive_is_not_held(server: FakeServer):
     regex = {"type": "grammar", "syntax": "regex", "definition": "[ab]{3}/?"}
     respond(server, "yes", tools=[{**CUSTOM, "format": regex}])
     assert '"pattern": "^(?:[ab]{3}/?)$"' in prompt()
     told = respond(server, "yes", tools=[{**CUSTOM, "format": LARK}])
-    assert "The input follows this grammar (lark):" in prompt()
+    assert "The input follows this grammar (lark):" in SAYS["prompt"]
+    assert ("pattern" in SAYS["prompt"], told["notes"]) == (False, "")
+    nested = {**LARK, "definition": 'start: "(" start? ")"'}
+    told = respond(server, "yes", tools=[{**CUSTOM, "format": nested}])
     assert told["notes"] == "tools[0].format is told to the model, and not held"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "custom", "name": "patch"}])
+def test_the_input_of_a_custom_tool_follows_its_lark_grammar(choosing: FakeServer, choice: Any):
+    held = {**CUSTOM, "format": {**LARK, "definition": 'start: WORD "\\n" ("b" | "\\"")~2\nWORD: /[xyz]{1,5}/'}}
+    for seed in range(3):
+        told = respond(choosing, "", tools=[held], tool_choice=choice, parallel_tool_calls=False, seed=seed)
+        [item] = told["output"]
+        assert re.fullmatch(r'[xyz]{1,5}\n[b"]{2}', item["input"])
+        assert deltas(told, "custom_tool_call_input") == item["input"]
 
 
 @pytest.mark.parametrize(
@@ -201,6 +220,8 @@ def test_a_tool_of_any_type_may_be_chosen(choosing: FakeServer, choice: Any, nam
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [F], "tool_choice": {"type": "custom"}}, "tool_choice.name"),
         ({"tools": [{"name": "f"}]}, "tools[0].type"),
+        ({"tools": [{**CUSTOM, "format": {**LARK, "definition": "start: nothing"}}]}, "tools[0].format"),
+        ({"tools": [{**CUSTOM, "format": {**LARK, "syntax": "regex", "definition": "(a"}}]}, "tools[0].format"),
         ({"tools": [{**F, "parameters": []}]}, "tools[0].parameters"),
         ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
         ({"tools": [{**SPACE, "tools": [{**F, "strict": 5}]}]}, "tools[0].tools[0].strict"),

@@ -6,27 +6,47 @@ from typing import Any
 
 import msgspec
 
+from kvloom.server.chat.grammars import lark_grammar
+from kvloom.server.chat.lark_regex import NotRegular, regex_of_lark
 from kvloom.server.chat.tools import Tool
 from kvloom.server.serving.notes import note
 
 INPUT = "input"  # the argument
+_FORMAT = "format"  # the caller's field with the form of the input
 Json = dict[str, Any]
 
 
 def custom_tool(name: str, description: str, form: Json, field: str) -> Tool:
-    """`form`: of the input, if it has the type grammar its `syntax` and `definition`. A regular expression is held; a
-    grammar is shown to the model.
+    """`form`: of the input, if it has the type grammar its `syntax` and `definition`. The input is held to a regular
+    expression, and to a Lark grammar that is one; another grammar is shown to the model. Raises BadRequest.
     """
     definition, syntax = form.get("definition"), form.get("syntax")
+    if not isinstance(definition, str):
+        return Tool(name, description, _parameters(), field=field, is_custom=True)
+    if syntax == "regex":
+        shown = _parameters(definition)
+        return Tool(name, description, shown, True, field, _FORMAT, is_custom=True)
+    description = f"{description}\n\nThe input follows this grammar ({syntax}):\n{definition}".strip()
+    held = _held(definition, f"{field}.{_FORMAT}") if syntax == "lark" else None
+    if held is None:
+        note(f"{field}.{_FORMAT} is told to the model, and not held")
+    return Tool(name, description, _parameters(), held is not None, field, _FORMAT, is_custom=True, held=held)
+
+
+def _parameters(pattern: str | None = None) -> Json:
     content: Json = {"type": "string"}
-    is_held = syntax == "regex" and isinstance(definition, str)
-    if is_held:
-        content["pattern"] = f"^(?:{definition})$"
-    elif isinstance(definition, str):
-        note(f"{field}.format is told to the model, and not held")
-        description = f"{description}\n\nThe input follows this grammar ({syntax}):\n{definition}".strip()
-    parameters = {"type": "object", "properties": {INPUT: content}, "required": [INPUT], "additionalProperties": False}
-    return Tool(name, description, parameters, is_held, field, is_custom=True)
+    if pattern is not None:
+        content["pattern"] = f"^(?:{pattern})$"
+    return {"type": "object", "properties": {INPUT: content}, "required": [INPUT], "additionalProperties": False}
+
+
+def _held(definition: str, field: str) -> Json | None:
+    """The schema of an input that follows a Lark grammar, if that is a regular expression. Raises BadRequest."""
+    lark_grammar(definition, field)
+    try:
+        return _parameters(regex_of_lark(definition))
+    except NotRegular:
+        return None
 
 
 def input_of(arguments: str) -> str:
