@@ -138,7 +138,9 @@ PURE := kvloom/engine/schedule/again kvloom/engine/schedule/ahead kvloom/engine/
   kvloom/server/chat/output kvloom/server/chat/reasoning kvloom/server/chat/fold kvloom/server/chat/turns kvloom/server/chat/open_tagged \
   kvloom/server/chat/elements \
   kvloom/checkpoints/quantized/blocks kvloom/checkpoints/quantized/small_blocks kvloom/checkpoints/quantized/numbers kvloom/checkpoints/quantized/packed \
-  kvloom/checkpoints/quantized/rotations kvloom/checkpoints/quantized/scheme kvloom/checkpoints/fields
+  kvloom/checkpoints/quantized/rotations kvloom/checkpoints/quantized/scheme kvloom/checkpoints/quantized/layout \
+  kvloom/checkpoints/quantized/settings kvloom/checkpoints/quantized/torchao kvloom/checkpoints/quantized/bitsandbytes kvloom/checkpoints/quantized/codebook \
+  kvloom/checkpoints/fields
 PURE_TESTS := engine/schedule/test_again \
   engine/schedule/test_ahead engine/schedule/test_cost engine/schedule/test_pace engine/schedule/test_suspicion \
   engine/schedule/test_blocks engine/schedule/test_snapshots engine/schedule/test_scheduler engine/schedule/test_policies \
@@ -148,7 +150,7 @@ PURE_TESTS := engine/schedule/test_again \
   ems/wire/test_wire gewu/protocol/test_frames gewu/service/test_crashes gewu/protocol/test_schema \
   gewu/service/test_qos gewu/service/test_room gewu/service/test_sessions gewu/service/test_memory \
   server/chat/test_chat_output server/chat/test_fold server/chat/test_missing_marks server/chat/test_elements engine/weights/test_blocks engine/weights/test_quantized_folders \
-  engine/weights/test_quantization_config
+  engine/weights/test_quantization_config engine/weights/test_tool_folders
 comma := ,
 space := $(subst ,, )
 coverage: setup

@@ -7,9 +7,11 @@ import numpy as np
 
 from kvloom.checkpoints.files import read_object
 from kvloom.checkpoints.mapped import MappedFile
-from kvloom.checkpoints.quantized.numbers import Floats
-from kvloom.checkpoints.quantized.packed import PackedMatrix, Part, check_sizes, marks, wanted
-from kvloom.checkpoints.quantized.scheme import Scheme
+from kvloom.checkpoints.quantized.codebook import PARTS, Codebook, codebook
+from kvloom.checkpoints.quantized.layout import Scheme
+from kvloom.checkpoints.quantized.numbers import Bytes, Floats
+from kvloom.checkpoints.quantized.packed import PackedMatrix, Part, check_parts, check_sizes, marks, wanted
+from kvloom.checkpoints.quantized.torchao import PRE_SCALE
 from kvloom.checkpoints.source import RawTensor, Tensor, as_rows, check_shape, widen
 from kvloom.checkpoints.tensorfile import FLOATS, LENGTH_BYTES, Damaged, Entry, header_bytes, read_entries
 from kvloom.checkpoints.unread import is_harmless
@@ -111,7 +113,7 @@ class SafetensorsSource:
         matrices are packed, those that are.
         """
         self._folder, self._shapes, self._names = folder, shapes, names
-        self._packed: dict[str, PackedMatrix] = {}  # their bytes are not read yet
+        self._packed: dict[str, PackedMatrix | Codebook] = {}  # their bytes are not read yet
         self._tensors: dict[str, tuple[Path, MappedFile, Entry]] = {}  # by name in the files
         for path in _weight_files(folder):
             file = MappedFile(path)
@@ -196,19 +198,23 @@ class SafetensorsSource:
         _, file, entry = self._tensors[key]
         return widen(file.part(entry.start, entry.end), entry.kind.lower()).reshape(shape)
 
-    def _open_packed(self, scheme: Scheme, name: str, folder: Path) -> PackedMatrix:
+    def _open_packed(self, scheme: Scheme, name: str, folder: Path) -> PackedMatrix | Codebook:
         """Open a quantised matrix. Raises ModelError when one of its tensors is missing, or of wrong type or shape."""
         base, shape = self._key(name).removesuffix(".weight"), self._shapes[name]
+        if scheme.layout == "codebook":
+            return codebook(name, shape, self._bytes_of(base), f"{folder}: tensor {base}")
         check_sizes(scheme, f"{folder}: tensor {base}", shape)
+        if base + PRE_SCALE in self._tensors:
+            raise ModelError(f"{folder}: tensor {base}{PRE_SCALE} is a factor of activations, which is not supported")
         parts = {}
         for end, want in wanted(scheme, shape).items():
-            key = f"{base}.{end}"
+            key = scheme.key(base, end)
             if key not in self._tensors and want.other:
                 key = f"{base}.{want.other}"
             if key not in self._tensors:
                 if want.is_optional:
                     continue
-                raise ModelError(f"{folder}: tensor {base}.{end} is missing")
+                raise ModelError(f"{folder}: tensor {scheme.key(base, end)} is missing")
             self._read.add(key)
             path, file, entry = self._tensors[key]
             if entry.shape not in want.shapes:
@@ -216,12 +222,23 @@ class SafetensorsSource:
             if entry.kind not in want.kinds:
                 raise ModelError(f"{path}: tensor {key} is {entry.kind:.80}; known are {', '.join(want.kinds)}")
             parts[end] = Part(entry.kind, entry.shape, file.part(entry.start, entry.end))
+        check_parts(parts, f"{folder}: tensor {base}")
         rotations = [one for one in scheme.rotations if one.applies(base)]
         if len(rotations) > 1:
             raise ModelError(f"{folder}: tensor {base} is rotated twice, which is not supported")
         self._read.update(f"{base}.{one.name}_input.weight" for one in rotations)
         sizes = [one.size_of(base, shape[1]) for one in rotations]
         return PackedMatrix(name, shape, scheme, parts, *sizes)
+
+    def _bytes_of(self, base: str) -> dict[str, Bytes]:
+        """The bytes of the tensors of bitsandbytes' matrix `base`, by the ends of their names."""
+        found = {}
+        for end in PARTS:
+            if f"{base}.{end}" in self._tensors:
+                self._read.add(f"{base}.{end}")
+                _, file, entry = self._tensors[f"{base}.{end}"]
+                found[end] = file.part(entry.start, entry.end)
+        return found
 
     def form(self, name: str) -> str:
         return self._packed[name].form if name in self._packed else ""

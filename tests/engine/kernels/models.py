@@ -10,8 +10,8 @@ import torch
 
 from kvloom.checkpoints.families.spec import DecoderSpec, Experts
 from kvloom.checkpoints.gguf_types import GGUF_TYPES
+from kvloom.checkpoints.quantized.layout import Scheme
 from kvloom.checkpoints.quantized.packed import PackedMatrix, Part
-from kvloom.checkpoints.quantized.scheme import Scheme
 from kvloom.checkpoints.source import RawTensor, Tensor
 from kvloom.rank.kernels.backend import Backend, Head, Ints, Ragged
 

@@ -23,12 +23,11 @@ def rotated(*locations: str, targets: Any = ("Linear",), ignore: Any = (), **sch
 
 
 REFUSED = {
-    "weights quantised by 'bitsandbytes' are not supported": {"quant_method": "bitsandbytes"},
+    "weights quantised by 'quanto' are not supported": {"quant_method": "quanto"},
     "weights quantised by 'an unnamed method' are not supported": {"bits": 4},
     "must be an object": "awq",
     "bits 3 is not supported; known: 4": {"quant_method": "awq", "bits": 3},
     "bits True is not supported": {"quant_method": "awq", "bits": True},
-    "version 'gemv' is not supported": {"quant_method": "awq", "version": "gemv"},
     "zero_point 0 is not supported": {"quant_method": "awq", "zero_point": 0},
     "field_of_2027 is not supported, got 1": {"quant_method": "awq", "field_of_2027": 1},
     "rotation is not supported, got 'hadamard'": {"quant_method": "gptq", "rotation": "hadamard"},
@@ -42,7 +41,7 @@ REFUSED = {
     },
     "packing_format 'auto_round' is not supported": {"quant_method": "auto-round", "packing_format": "auto_round"},
     "expert_dtype is not supported, got 'fp4'": {"quant_method": "fp8", "expert_dtype": "fp4"},
-    "format 'gptq' is not supported; known: 'gemm', 'GEMM'": {"quant_method": "awq", "format": "gptq"},
+    "format 'gptq' is not supported; known: 'gemm', 'GEMM', 'gemv', 'GEMV'": {"quant_method": "awq", "format": "gptq"},
     "transform_config.config_groups.R4.apply: location 'output' is not supported": rotated("weight_output", "output"),
     "R4: type 'random-hadamard' is not supported": rotated("input", type="random-hadamard"),
     "transform_config.config_groups.R4: randomize True is not supported": rotated("input", randomize=True),
@@ -63,10 +62,7 @@ REFUSED = {
     "group_size must be -1 or a multiple of 32, got 48": {"quant_method": "awq", "group_size": 48},
     "group_size must be -1 or a multiple of 32, got 0": {"quant_method": "gptq", "group_size": 0},
     "group_size must be -1 or a multiple of 32, got 'x'": {"quant_method": "gptq", "group_size": "x"},
-    "bits 2 is not supported; known: 4, 8": {"quant_method": "gptq", "bits": 2},
-    "dynamic: '+:.*down_proj' has settings of its own, which is not supported": {
-        "quant_method": "gptq", "dynamic": {"-:lm_head": {}, "+:.*down_proj": {"bits": 8}},
-    },
+    "bits 5 is not supported; known: 2, 3, 4, 8": {"quant_method": "gptq", "bits": 5},
     "dynamic must be an object, got [1]": {"quant_method": "gptq", "dynamic": [1]},
     "checkpoint_format 'marlin' is not supported": {"quant_method": "gptq", "checkpoint_format": "marlin"},
     "format 'marlin-24' is not supported": {

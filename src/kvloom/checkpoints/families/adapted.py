@@ -18,8 +18,8 @@ from kvloom.checkpoints.families.multiplied import multiplied
 from kvloom.checkpoints.families.picked import PICKED, pick, rows_of
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.families.stacked import StackedExperts, stacked_shapes
+from kvloom.checkpoints.quantized.layout import Scheme
 from kvloom.checkpoints.quantized.numbers import Floats, Numbers
-from kvloom.checkpoints.quantized.scheme import Scheme
 from kvloom.checkpoints.source import RawTensor, Tensor, WeightSource, as_rows
 from kvloom.contract.errors import ModelError
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from kvloom.checkpoints.families.expert_layers import Stacking
 from kvloom.checkpoints.families.spec import DecoderSpec, Experts
+from kvloom.checkpoints.quantized.layout import Scheme
 from kvloom.checkpoints.quantized.numbers import Floats
 from kvloom.checkpoints.quantized.packed import PackedMatrix, Part
-from kvloom.checkpoints.quantized.scheme import Scheme
 from kvloom.checkpoints.source import RawTensor, Tensor, WeightSource, as_rows
 from kvloom.contract.errors import ModelError
 

@@ -7,14 +7,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvloom.checkpoints.quantized.forms import CHANNEL_COLS
+from kvloom.checkpoints.quantized.layout import Scheme
 from kvloom.checkpoints.quantized.numbers import Bytes, Floats, Numbers, rotated
-from kvloom.checkpoints.quantized.scheme import Scheme
 from kvloom.contract.errors import ModelError
 
 FLOATS = ("F32", "F16", "BF16")
 _EXPONENTS = ("F8_E8M0", "U8")  # powers of two: byte - 127
 _PIECE_VALUES = 1 << 20
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbours: which nibble of the word each is
+_WORDS = ("awq", "awq_gemv", "gptq")  # layouts whose numbers and zeros lie in words
+_ORDER_OF_BYTES = "weight_format"  # of bitsandbytes: 0 = by rows
 _ORDERS = ("g_idx", "weight_g_idx")  # tensors with the group of each column
 
 
@@ -37,9 +39,11 @@ class Part(NamedTuple):
 
 def marks(scheme: Scheme, names: Mapping[str, str], base: str) -> bool:
     """Whether the matrix `base` ("...q_proj") is quantised: others lie beside such. `names`: of tensors -> types."""
-    if scheme.layout in ("bytes", "fp8"):
-        return names.get(f"{base}.weight") in ("I8", "F8_E4M3")
-    return f"{base}.{'qweight' if scheme.layout in ('awq', 'gptq') else 'weight_packed'}" in names
+    if scheme.layout in ("bytes", "fp8", "pairs"):
+        return names.get(scheme.key(base, "weight")) in ("I8", "U8", "F8_E4M3")
+    if scheme.layout == "codebook":
+        return f"{base}.weight.absmax" in names
+    return f"{base}.{'qweight' if scheme.layout in _WORDS else 'weight_packed'}" in names
 
 
 def wanted(scheme: Scheme, shape: tuple[int, ...]) -> dict[str, Want]:
@@ -49,19 +53,28 @@ def wanted(scheme: Scheme, shape: tuple[int, ...]) -> dict[str, Want]:
     if scheme.layout == "awq":
         words, zeros = (cols, rows // per), (groups, rows // per)
         return _named(("qweight", words), ("qzeros", zeros)) | {"scales": Want(FLOATS, ((groups, rows),))}
+    if scheme.layout == "awq_gemv":
+        wide = gemv_words(scheme, cols)
+        scales = {"scales": Want(FLOATS, ((rows, 8 * wide),))}
+        return _named(("qweight", (rows, cols // per)), ("qzeros", (rows, wide))) | scales
     if scheme.layout == "gptq":
-        words, zeros = (cols // per, rows), (groups, rows // per)
+        words, zeros = (cols * scheme.bits // 32, rows), (groups, rows * scheme.bits // 32)
         order = {"g_idx": Want(("I32",), ((cols,),), is_optional=True)}
         return _named(("qweight", words), ("qzeros", zeros)) | {"scales": Want(FLOATS, ((groups, rows),))} | order
-    scales = ((rows, groups), (1,), (1, 1)) if groups == 1 else ((rows, groups),)
+    if scheme.layout == "pairs":
+        part = Want(FLOATS, ((groups, rows),))
+        return {"weight": Want(("I8", "U8"), ((rows, cols // 2),)), "weight_scale": part, "weight_zero_point": part}
+    own = ((rows, groups), (rows,), (1,), (1, 1), ()) if groups == 1 else ((rows, groups),)
     if scheme.layout == "packed":
-        found = _named(("weight_packed", (rows, -(-cols // per)))) | {"weight_scale": Want(FLOATS, scales)}
+        found = _named(("weight_packed", (rows, -(-cols // per)))) | {"weight_scale": Want(FLOATS, own)}
         if scheme.has_zeros:
             found |= _named(("weight_zero_point", (-(-rows // per), groups)))
         return found | {"weight_g_idx": Want(("I32",), ((cols,),), is_optional=True)}
     if scheme.layout == "bytes":
-        zeros8 = {"weight_zero_point": Want(("I8",), scales)} if scheme.has_zeros else {}
-        return {"weight": Want(("I8",), (shape,)), "weight_scale": Want(FLOATS, scales)} | zeros8
+        zeros8 = Want(("I8",), own, is_optional=bool(scheme.ends))
+        found = {"weight": Want(("I8",), (shape,)), "weight_scale": Want(FLOATS, own)}
+        found |= {"weight_zero_point": zeros8} if scheme.has_zeros else {}
+        return found | {end: Want(("U8",), ((),), is_optional=True) for end, _ in scheme.ends if end == _ORDER_OF_BYTES}
     if scheme.layout == "nvfp4":
         return {
             "weight_packed": Want(("U8",), ((rows, cols // 2),)),
@@ -73,11 +86,17 @@ def wanted(scheme: Scheme, shape: tuple[int, ...]) -> dict[str, Want]:
             "weight_packed": Want(("U8",), ((rows, cols // 2),)),
             "weight_scale": Want(("U8",), ((rows, cols // 32),)),
         }
-    own: tuple[tuple[int, ...], ...] = ((rows, 1), (rows,), (1,), (1, 1), ())
     if scheme.blocks is not None:
         own = ((-(-rows // scheme.blocks[0]), -(-cols // scheme.blocks[1])),)
     scale = Want((*FLOATS, *_EXPONENTS), own, other="weight_scale_inv")  # a factor under either name
     return {"weight": Want(("F8_E4M3",), (shape,)), "weight_scale": scale}
+
+
+def gemv_words(scheme: Scheme, cols: int) -> int:
+    """Words of a row's zeros in AWQ's GEMV format: a number of them that depends on the group's size."""
+    group = scheme.group or cols
+    times = max(1, 128 // group)
+    return -(-(cols // group) // (8 * times)) * times
 
 
 def _named(*tensors: tuple[str, tuple[int, ...]]) -> dict[str, Want]:
@@ -89,9 +108,16 @@ def check_sizes(scheme: Scheme, tensor: str, shape: tuple[int, ...]) -> None:
     rows, cols = shape
     if scheme.group is not None and cols % scheme.group:
         raise ModelError(f"{tensor} has {cols} columns, no multiple of group_size {scheme.group}")
-    per = 32 // scheme.bits
-    if scheme.layout in ("awq", "gptq") and (rows % per or (scheme.layout == "gptq" and cols % per)):
-        raise ModelError(f"{tensor} of shape {list(shape)} does not fill words of {per} numbers")
+    bits = scheme.bits
+    filled = {"awq": (rows,), "awq_gemv": (cols,), "gptq": shape, "pairs": (4 * cols,)}.get(scheme.layout, ())
+    if any(size * bits % 32 for size in filled):
+        raise ModelError(f"{tensor} of shape {list(shape)} does not fill words of {32 // bits} numbers")
+
+
+def check_parts(parts: Mapping[str, Part], tensor: str) -> None:
+    """Raises ModelError when the numbers of a matrix lie in an order of bitsandbytes' GPU kernels."""
+    if _ORDER_OF_BYTES in parts and parts[_ORDER_OF_BYTES].data.any():
+        raise ModelError(f"{tensor}.{_ORDER_OF_BYTES} is not supported; known is 0, by rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +140,24 @@ class PackedMatrix:
             return ""
         if scheme.layout in ("mxfp4", "nvfp4"):
             return "fp4" if scheme.layout == "mxfp4" else "fp4_16"
-        if scheme.per_token and self.shape[1] <= CHANNEL_COLS:
+        if scheme.per_token and not self._has_zeros and self.shape[1] <= CHANNEL_COLS:
             return "int8_channel"
-        return "int4" if scheme.bits == 4 else "int8_min" if scheme.has_zeros else "int8"
+        return "int4" if scheme.bits <= 4 else "int8_min" if self._has_zeros else "int8"
+
+    @property
+    def _has_zeros(self) -> bool:
+        """Whether zeros of the file differ from the middle; torchao writes them in any case."""
+        if self.scheme.layout != "bytes":
+            return self.scheme.has_zeros
+        return "weight_zero_point" in self.parts and bool(self.parts["weight_zero_point"].data.any())
 
     def number_pieces(self) -> Iterator[tuple[int, Numbers]]:
         """(first row, numbers) from top to bottom, when there is a form. Raises ModelError for scales like NaN."""
         for at, end in self._cuts():
             values, zeros, scales = self._rows(at, end)
-            middle = 0 if self.scheme.bits == 4 else 128  # number of a level of zero, in memory
+            middle = 0 if self.scheme.bits <= 4 else 128  # number of a level of zero, in memory
             has_minimums = self.form in ("int4", "int8_min")
-            minimums = (middle - zeros) * scales if has_minimums else None
+            minimums = ((middle - zeros) * scales).astype(np.float32) if has_minimums else None
             run = self.scheme.group or self.shape[1]
             yield at, Numbers(values, scales, minimums, run).check(self.name)
 
@@ -170,14 +203,21 @@ class PackedMatrix:
         """Numbers [rows, in], and zeros and scales [rows, groups]; of a scheme that is not fp8."""
         if self.scheme.layout in ("awq", "gptq"):
             return self._columns_of_words(at, end)
+        if self.scheme.layout == "awq_gemv":
+            return self._rows_of_words(at, end)
+        if self.scheme.layout == "pairs":
+            return self._signed_pairs(at, end)
         if self.scheme.layout in ("mxfp4", "nvfp4"):
             return self._pairs(at, end)
-        bits, has_zeros = self.scheme.bits, self.scheme.has_zeros
-        scales = self._per_row("weight_scale", at, end)
+        bits, has_zeros = self.scheme.bits, self._has_zeros
+        scales = self._per_row("weight_scale", at, end) / np.float32(self.scheme.divisor)
         middle = np.full_like(scales, 1 << (bits - 1))
         if self.scheme.layout == "bytes":
             zeros = middle + self._per_row("weight_zero_point", at, end) if has_zeros else middle
-            return self._bytes("weight")[at:end] ^ np.uint8(0x80), zeros, scales
+            values = self._bytes("weight")[at:end] + np.uint8(1 << (bits - 1))
+            if bits < 8 and values.max(initial=0) >> bits:
+                raise ModelError(f"tensor {self.name}: a number is outside of those of {bits} bits")
+            return values, zeros, scales
         stored = _unpacked(self._words("weight_zero_point"), bits, axis=0)[at:end] if has_zeros else middle
         values = _unpacked(self._words("weight_packed")[at:end], bits)[:, : self.shape[1]]
         return values, stored.astype(np.float32), scales
@@ -194,13 +234,29 @@ class PackedMatrix:
                 halves = _E4M3[scales] / whole * np.float32(0.5)
         return values, np.zeros_like(halves), halves
 
+    def _rows_of_words(self, at: int, end: int) -> tuple[Bytes, Floats, Floats]:
+        """Of AWQ's GEMV format, which holds [out, in] in order; zeros and scales are padded."""
+        groups = 1 if self.scheme.group is None else self.shape[1] // self.scheme.group
+        zeros = _unpacked(self._words("qzeros")[at:end], 4)[:, :groups].astype(np.float32)
+        return _unpacked(self._words("qweight")[at:end], 4), zeros, _floats(self.parts["scales"])[at:end, :groups]
+
+    def _signed_pairs(self, at: int, end: int) -> tuple[Bytes, Floats, Floats]:
+        """Of torchao's int4: weight = number * scale + zero point, numbers from -8 on."""
+        pairs, scales, least = (self.parts[f"weight{end}"] for end in ("", "_scale", "_zero_point"))
+        own = pairs.data.view(np.uint8).reshape(self.shape[0], -1)[at:end]
+        values = np.stack([own & np.uint8(15), own >> np.uint8(4)], axis=2).reshape(end - at, -1) ^ np.uint8(8)
+        each, start = _floats(scales)[:, at:end].T, _floats(least)[:, at:end].T
+        with np.errstate(divide="ignore", invalid="ignore"):  # who reads them looks for what is no number
+            zeros = 8 - start.astype(np.float64) / each
+        return values, zeros, each  # type: ignore[return-value]  # float64: products are exact
+
     def _columns_of_words(self, at: int, end: int) -> tuple[Bytes, Floats, Floats]:
         """Of AWQ and GPTQ, which hold [in, out]: AWQ packs neighbours in out, GPTQ in in; zeros in out."""
         bits = self.scheme.bits
         per = 32 // bits
         scales = _floats(self.parts["scales"])[:, at:end].T
         words = self._words("qweight")
-        zeros = _unpacked(self._words("qzeros")[:, at // per : end // per], bits).astype(np.float32)
+        zeros = _unpacked(self._words("qzeros")[:, at * bits // 32 : end * bits // 32], bits).astype(np.float32)
         if self.scheme.layout == "gptq":
             return _unpacked(words[:, at:end], bits, axis=0).T, zeros.T + np.float32(self.scheme.zero_shift), scales
         order = np.arange(end - at).reshape(-1, per)[:, _AWQ_ORDER].reshape(-1)
@@ -209,10 +265,13 @@ class PackedMatrix:
     def _fp8(self, at: int, end: int) -> Floats:
         values = _E4M3[self._bytes("weight")[at:end]]
         if self.scheme.blocks is None:
-            return values * self._per_row("weight_scale", at, end)
-        high, wide = self.scheme.blocks
-        scales = _floats(self.parts["weight_scale"])[np.arange(at, end) // high]
-        return values * np.repeat(scales, wide, axis=1)[:, : self.shape[1]]
+            scales = self._per_row("weight_scale", at, end)
+        else:
+            high, wide = self.scheme.blocks
+            scales = _floats(self.parts["weight_scale"])[np.arange(at, end) // high]
+            scales = np.repeat(scales, wide, axis=1)[:, : self.shape[1]]
+        with np.errstate(divide="ignore", invalid="ignore"):  # who reads them looks for what is no number
+            return np.asarray(values / scales if self.scheme.divides else values * scales, np.float32)
 
     def _words(self, name: str) -> np.ndarray[Any, np.dtype[np.uint32]]:
         part = self.parts[name]
@@ -243,12 +302,14 @@ def _floats(part: Part) -> Floats:
 
 
 def _unpacked(words: np.ndarray[Any, np.dtype[np.uint32]], bits: int, axis: int = 1) -> Bytes:
-    """The numbers in words [rows, words], lowest bits first, along an axis."""
-    per, mask = 32 // bits, np.uint32((1 << bits) - 1)
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    """The numbers in words [rows, words], lowest bits first, along an axis. Those of 3 bits go on in the next word."""
     if axis == 0:
-        along: Bytes = (words[:, None, :] >> shifts[:, None] & mask).astype(np.uint8)
-        return along.reshape(len(words) * per, -1)
+        return _unpacked(np.ascontiguousarray(words.T), bits).T
+    if 32 % bits:
+        stream = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")
+        each = stream.reshape(len(words), -1, bits)
+        return np.packbits(each, axis=2, bitorder="little")[:, :, 0]
+    shifts, mask = np.arange(0, 32, bits, dtype=np.uint32), np.uint32((1 << bits) - 1)
     across: Bytes = (words[:, :, None] >> shifts & mask).astype(np.uint8)
     return across.reshape(len(words), -1)
 

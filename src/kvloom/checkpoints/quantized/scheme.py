@@ -4,22 +4,27 @@ Which fields change nothing is as of compressed-tensors 0.20.0, transformers 5.2
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from kvloom.checkpoints.fields import unknown_field
-from kvloom.checkpoints.quantized.rotations import Rotation, is_meant, is_target
+from kvloom.checkpoints.quantized.bitsandbytes import bitsandbytes_scheme
+from kvloom.checkpoints.quantized.layout import Scheme
+from kvloom.checkpoints.quantized.rotations import Rotation
+from kvloom.checkpoints.quantized.settings import LARGEST, Settings
+from kvloom.checkpoints.quantized.torchao import torchao_scheme
 from kvloom.contract.errors import ModelError
 
-_METHODS = ("awq", "gptq", "auto-round", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4")
-_GROUP = 32  # numbers that share a scale in memory: a file's groups are multiples of it
-_LARGEST = 1 << 20
+_METHODS = ("awq", "gptq", "auto-round", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "torchao", "bitsandbytes")
 _COMPRESSED = {"pack-quantized": "packed", "int-quantized": "bytes", "naive-quantized": "bytes"}
 _COMPRESSED |= {"float-quantized": "fp8", "mxfp8-quantized": "fp8", "mxfp4-pack-quantized": "mxfp4"}
 _COMPRESSED |= {"nvfp4-pack-quantized": "nvfp4"}
 _MIXED = "mixed-precision"  # each group has a format of its own
 _DENSE = "dense"  # weights are not quantised
-_GPTQ_FORMATS = ("gptq", "gptq_v2")
+_GPTQ_FORMATS, _GPTQ_BITS = ("gptq", "gptq_v2"), (2, 3, 4, 8)
+_FP8_OF_GPTQMODEL: dict[str, tuple[object, ...]]
+_FP8_OF_GPTQMODEL = {"pack_dtype": ("int32",), "method": ("fp8",), "bits": (8,), "group_size": (-1,)}
+_AWQ_FORMATS = ("gemm", "GEMM", "gemv", "GEMV")
+_OF_GPTQMODEL: dict[str, tuple[object, ...]] = {"pack_dtype": ("int32",), "method": ("gptq", "awq")}
 _OWN_SETTINGS = "has settings of its own, which is not supported; all matrices that are quantised must have the same"
 # which matrices are quantised (their tensors tell it, too), how activations and the cache may be, and notes
 _NOTES = (
@@ -59,32 +64,6 @@ _ARGS = (  # of weights and activations of compressed-tensors
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """The layout of numbers in a folder's tensors (packed.py): weight = (number - zero) * scale.
-
-    `layout`: "awq", "gptq", "packed" (compressed-tensors, several in a word), "bytes" (its int8), "fp8", "mxfp4",
-    "nvfp4", "mxfp4_experts" (gpt-oss's).
-    """
-
-    layout: str
-    bits: int
-    group: int | None  # weights of a row that share a scale; None = all
-    has_zeros: bool = False  # the file has a zero for each group; otherwise the zero is the middle
-    zero_shift: int = 0  # must be added to the file's zeros
-    blocks: tuple[int, int] | None = None  # of fp8: [out, in] weights that share a scale
-    per_token: bool = False  # activations are meant to have 8 bits, and one scale a token
-    rotations: tuple[Rotation, ...] = ()  # of inputs of linears
-    # (target, its scheme) where a folder has several; the first that names a matrix holds
-    by_target: tuple[tuple[str, "Scheme"], ...] = ()
-
-    def of(self, module: str) -> "Scheme | None":
-        """The scheme of the matrix `module`; None = it is not quantised."""
-        if not self.by_target:
-            return self
-        return next((own for target, own in self.by_target if is_meant(module, target)), None)
-
-
 def scheme_of(config: Mapping[str, Any], file: str) -> Scheme | None:
     """The scheme; None when nothing is quantised. Raises ModelError that names the field."""
     key = "quantization_config" if config.get("quantization_config") else "compression_config"
@@ -94,10 +73,11 @@ def scheme_of(config: Mapping[str, Any], file: str) -> Scheme | None:
     if not isinstance(settings, Mapping):
         raise ModelError(f"{file}: {key} must be an object, got {settings!r:.80}")
     method = settings.get("quant_method", "compressed-tensors" if "config_groups" in settings else None)
-    fields = _Fields(settings, f"{file}: {key}")
-    readers: dict[str, Callable[[_Fields], Scheme | None]]
+    fields = Settings(settings, f"{file}: {key}")
+    readers: dict[str, Callable[[Settings], Scheme | None]]
     readers = {"awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "fp8": _fp8, "mxfp4": _mxfp4}
     readers |= {"compressed-tensors": _compressed, "fbgemm_fp8": _fbgemm}
+    readers |= {"torchao": torchao_scheme, "bitsandbytes": bitsandbytes_scheme}
     if isinstance(method, str) and method in readers:
         return readers[method](fields)
     raise ModelError(
@@ -106,103 +86,54 @@ def scheme_of(config: Mapping[str, Any], file: str) -> Scheme | None:
     )
 
 
-class _Fields:
-    """A JSON object; `where` begins every message."""
-
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self._values, self._where = values, where
-
-    def get(self, name: str, default: object = None) -> Any:
-        return self._values.get(name, default)
-
-    def only_known(self, *known: str, **plain: tuple[object, ...]) -> None:
-        """Raises ModelError for a field that fields.unknown_field finds."""
-        name = unknown_field(self._values, known, plain)
-        if name is not None:
-            raise ModelError(f"{self._where}: {name[:80]} is not supported, got {self._values[name]!r:.80}")
-
-    def one_of(self, name: str, known: tuple[object, ...], default: object) -> Any:
-        value = self._values.get(name)
-        value = default if value is None else value
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in known):
-            raise ModelError(
-                f"{self._where}: {name} {value!r:.80} is not supported; known: {', '.join(map(repr, known))}"
-            )
-        return value
-
-    def group(self, name: str, default: int) -> int | None:
-        value = self._values.get(name)
-        value = default if value is None else value
-        if value == -1:
-            return None
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _LARGEST or value % _GROUP:
-            raise ModelError(f"{self._where}: {name} must be -1 or a multiple of {_GROUP}, got {value!r:.80}")
-        return value
-
-    def items(self) -> Iterable[tuple[str, Any]]:
-        return self._values.items()
-
-    def inner(self, name: str) -> "_Fields":
-        value = self._values.get(name) or {}
-        if not isinstance(value, Mapping):
-            raise ModelError(f"{self._where}: {name} must be an object, got {value!r:.80}")
-        return _Fields(value, f"{self._where}.{name}")
-
-    def without(self, *names: str) -> "_Fields":
-        return _Fields({name: value for name, value in self._values.items() if name not in names}, self._where)
-
-    def each(self, name: str) -> Iterator["_Fields"]:
-        """The objects in an object of objects."""
-        inner = self.inner(name)
-        for key in inner._values:
-            yield inner.inner(key)
-
-    def listed(self, name: str) -> Iterator["_Fields"]:
-        """The objects in a list of objects."""
-        values = self._values.get(name) or []
-        if not isinstance(values, list) or not all(isinstance(one, Mapping) for one in values):
-            raise self.refused(name, f"must be a list of objects, got {values!r:.80}")
-        for value in values:
-            yield _Fields(value, f"{self._where}.{name}")
-
-    def targets(self, name: str) -> tuple[str, ...]:
-        value = self._values.get(name) or []
-        value = [value] if isinstance(value, str) else value
-        if not isinstance(value, list) or not all(isinstance(one, str) and is_target(one) for one in value):
-            raise self.refused(name, f"must be names of linears, 're:.*name$' or 'Linear', got {value!r:.80}")
-        return tuple(value)
-
-    @property
-    def name(self) -> str:
-        return self._where.rsplit(".", 1)[-1]
-
-    def refused(self, name: str, problem: str) -> ModelError:
-        return ModelError(f"{self._where}: {name} {problem}")
-
-
-def _awq(fields: _Fields) -> Scheme:
-    fields.only_known(*_NOTES, *_OF_MAKERS, "version", "format", "zero_point", "bits", "group_size")
-    for name in ("version", "format"):
-        fields.one_of(name, ("gemm", "GEMM"), "gemm")
-    fields.one_of("zero_point", (True, False), True)  # the file has zeros in any case; without, all are 8
-    return Scheme("awq", fields.one_of("bits", (4,), 4), fields.group("group_size", 128), has_zeros=True)
-
-
-def _gptq(fields: _Fields) -> Scheme:
+def _awq(fields: Settings) -> Scheme:
     fields.only_known(
-        *(*_NOTES, *_OF_MAKERS, "dynamic", "checkpoint_format", "format", "bits", "group_size"),
-        pack_dtype=("int32",),
-        method=("gptq",),
+        *(*_NOTES, *_OF_MAKERS, "version", "checkpoint_format", "format", "dynamic", "zero_point"),
+        *("bits", "group_size"),
+        **_OF_GPTQMODEL,
+    )
+    own = "gemm"
+    for name in ("checkpoint_format", "format", "version"):
+        own = fields.one_of(name, _AWQ_FORMATS, own)
+    fields.one_of("zero_point", (True, False), True)  # the file has zeros in any case; without, all are 8
+    layout = "awq_gemv" if own.lower() == "gemv" else "awq"
+    whole = Scheme(layout, fields.one_of("bits", (4,), 4), fields.group("group_size", 128), has_zeros=True)
+    return _with_rules(whole, fields.inner("dynamic"), (4,))
+
+
+def _gptq(fields: Settings) -> Scheme:
+    fields.only_known(
+        *(*_NOTES, *_OF_MAKERS, "dynamic", "checkpoint_format", "format", "bits", "group_size"), **_OF_GPTQMODEL
     )
     version = fields.one_of("checkpoint_format", _GPTQ_FORMATS, fields.one_of("format", _GPTQ_FORMATS, "gptq"))
-    bits = fields.one_of("bits", (4, 8), 4)
-    for rule, settings in fields.inner("dynamic").items():
-        if settings and not rule.startswith("-:"):  # "-:" leaves matrices as they are, which their tensors tell
-            raise fields.refused("dynamic:", f"{rule!r:.80} {_OWN_SETTINGS}")
-    return Scheme("gptq", bits, fields.group("group_size", 128), True, zero_shift=1 if version == "gptq" else 0)
+    shift = 1 if version == "gptq" else 0
+    bits = fields.one_of("bits", _GPTQ_BITS, 4)
+    whole = Scheme("gptq", bits, fields.group("group_size", 128), True, zero_shift=shift)
+    return _with_rules(whole, fields.inner("dynamic"), _GPTQ_BITS)
 
 
-def _auto_round(fields: _Fields) -> Scheme:
+def _with_rules(whole: Scheme, rules: Settings, bits: tuple[int, ...]) -> Scheme:
+    """GPTQModel's `dynamic`: the first rule that matches a name from its beginning on holds. Which matrices are left
+    out ("-:") their tensors tell.
+    """
+    found: list[tuple[str, Scheme]] = []
+    last = 0
+    for rule, settings in rules.items():
+        own = whole
+        if settings and not rule.startswith("-:"):
+            own, last = _ruled(whole, rules.inner(rule), bits), len(found) + 1
+        found.append((rule, own))
+    targets = [(rules.target("re:" + rule.removeprefix("-:").removeprefix("+:")), own) for rule, own in found[:last]]
+    return replace(whole, by_target=(*targets, ("Linear", whole))) if targets else whole
+
+
+def _ruled(whole: Scheme, fields: Settings, bits: tuple[int, ...]) -> Scheme:
+    fields.only_known(*_NOTES, *_OF_MAKERS, "bits", "group_size")
+    group = fields.group("group_size", -1 if whole.group is None else whole.group)
+    return replace(whole, bits=fields.one_of("bits", bits, whole.bits), group=group)
+
+
+def _auto_round(fields: Settings) -> Scheme:
     """Of AutoRound's own format those that have the tensors of AWQ or GPTQ."""
     reader = {"auto_round:auto_gptq": _gptq, "auto_round:auto_awq": _awq}
     for module, settings in fields.inner("extra_config").items():
@@ -213,7 +144,7 @@ def _auto_round(fields: _Fields) -> Scheme:
     )
 
 
-def _compressed(fields: _Fields) -> Scheme | None:
+def _compressed(fields: Settings) -> Scheme | None:
     fields.only_known(
         *(*_NOTES, "version", "config_groups", "format", "quantization_status", "global_compression_ratio"),
         *("sparsity_config", "transform_config", "run_compressed", "use_optimized_inference"),
@@ -236,14 +167,14 @@ def _compressed(fields: _Fields) -> Scheme | None:
     return first if all(scheme == first for _, scheme in found) else replace(first, by_target=_by_target(found))
 
 
-def _by_target(groups: Iterable[tuple[_Fields, Scheme]]) -> tuple[tuple[str, Scheme], ...]:
+def _by_target(groups: Iterable[tuple[Settings, Scheme]]) -> tuple[tuple[str, Scheme], ...]:
     """In compressed-tensors' order: names, expressions, all linears; of equal targets the last group's."""
     found = {target: scheme for group, scheme in groups for target in group.targets("targets")}
     order = sorted(found, key=lambda target: (target == "Linear", target.startswith("re:"), target))
     return tuple((target, found[target]) for target in order)
 
 
-def _rotations(config: _Fields) -> Iterator[Rotation]:
+def _rotations(config: Settings) -> Iterator[Rotation]:
     """Rotations of inputs; those that the weights were stored with leave nothing to do."""
     config.only_known("config_groups")
     for group in config.each("config_groups"):
@@ -257,7 +188,7 @@ def _rotations(config: _Fields) -> Iterator[Rotation]:
                 yield Rotation(group.name, use.targets("targets"), use.targets("ignore"), size)
 
 
-def _compressed_group(group: _Fields, layout: str) -> Scheme:
+def _compressed_group(group: Settings, layout: str) -> Scheme:
     weights, activations = group.inner("weights"), group.inner("input_activations")
     for args in (weights, activations, group.inner("output_activations")):
         args.only_known(*_ARGS)
@@ -280,7 +211,7 @@ def _compressed_group(group: _Fields, layout: str) -> Scheme:
     return Scheme(layout, bits, run, has_zeros, per_token=is_whole and _is_per_token(activations))
 
 
-def _compressed_fp8(weights: _Fields, kind: str) -> Scheme:
+def _compressed_fp8(weights: Settings, kind: str) -> Scheme:
     weights.one_of("type", ("float",), kind)
     weights.one_of("num_bits", (8,), 8)
     strategy = weights.one_of("strategy", ("tensor", "channel", "block", "group"), "tensor")
@@ -292,7 +223,7 @@ def _compressed_fp8(weights: _Fields, kind: str) -> Scheme:
     return Scheme("fp8", 8, None)
 
 
-def _is_per_token(activations: _Fields) -> bool:
+def _is_per_token(activations: Settings) -> bool:
     """Whether activations are symmetric 8-bit integers with dynamic scales. Absent fields have compressed-tensors'
     defaults.
     """
@@ -301,30 +232,38 @@ def _is_per_token(activations: _Fields) -> bool:
     return all(activations.get(name, absent) == value for name, (value, absent) in wanted.items())
 
 
-def _fp8(fields: _Fields) -> Scheme:
-    fields.only_known(*_NOTES, *_OF_MAKERS, "fmt", "weight_block_size", "scale_fmt", expert_dtype=("fp8",))
-    fields.one_of("fmt", ("e4m3",), "e4m3")
-    return Scheme(
-        "fp8", 8, None, blocks=_block(fields, "weight_block_size") if fields.get("weight_block_size") else None
+def _fp8(fields: Settings) -> Scheme:
+    fields.only_known(
+        *(*_NOTES, *_OF_MAKERS, "fmt", "format", "checkpoint_format", "weight_block_size", "weight_scale_method"),
+        *("scale_fmt", "weight_scale_semantics"),
+        expert_dtype=("fp8",),
+        **_FP8_OF_GPTQMODEL,
     )
+    fields.one_of("fmt", ("e4m3",), "e4m3")
+    for name in ("format", "checkpoint_format"):
+        fields.one_of(name, ("float8_e4m3fn",), "float8_e4m3fn")
+    fields.one_of("weight_scale_semantics", ("inverse",), "inverse")
+    divides = fields.get("weight_scale_semantics") is not None  # only GPTQModel's folders have it
+    blocks = _block(fields, "weight_block_size") if fields.get("weight_block_size") else None
+    return Scheme("fp8", 8, None, blocks=blocks, divides=divides)
 
 
-def _fbgemm(fields: _Fields) -> Scheme:
+def _fbgemm(fields: Settings) -> Scheme:
     fields.only_known(*_NOTES, "activation_scale_ub")
     return Scheme("fp8", 8, None)
 
 
-def _mxfp4(fields: _Fields) -> Scheme:
+def _mxfp4(fields: Settings) -> Scheme:
     fields.only_known(*_NOTES)
     return Scheme("mxfp4_experts", 4, 32)
 
 
-def _block(fields: _Fields, name: str) -> tuple[int, int]:
+def _block(fields: Settings, name: str) -> tuple[int, int]:
     value = fields.get(name)
     if (
         not isinstance(value, list)
         or len(value) != 2
-        or not all(type(size) is int and 0 < size <= _LARGEST for size in value)
+        or not all(type(size) is int and 0 < size <= LARGEST for size in value)
     ):
-        raise ModelError(f"{fields._where}: {name} must be two sizes, got {value!r:.80}")
+        raise ModelError(f"{fields.where}: {name} must be two sizes, got {value!r:.80}")
     return value[0], value[1]
