@@ -132,7 +132,7 @@ PURE := kvloom/engine/schedule/again kvloom/engine/schedule/ahead kvloom/engine/
   kvloom/engine/schedule/cost kvloom/engine/schedule/pace \
   kvloom/engine/text/stop kvloom/engine/text/detok kvloom/contract/capacity kvloom/net/sites \
   kvloom/pool/storage/allocator kvloom/pool/storage/evict kvloom/pool/storage/budget kvloom/pool/cluster/placement \
-  ems/keys ems/common/breaker ems/wire/messages ems/wire/packing ems/wire/frames \
+  ems/keys ems/common/breaker ems/wire/kinds ems/wire/messages ems/wire/packing ems/wire/frames \
   kvloom/gewu/protocol/frames kvloom/gewu/protocol/jsontext kvloom/gewu/protocol/schema kvloom/gewu/qos \
   kvloom/gewu/service/company kvloom/gewu/service/room kvloom/gewu/service/sessions kvloom/gewu/service/memory \
   kvloom/server/chat/output kvloom/server/chat/reasoning kvloom/server/chat/fold kvloom/server/chat/turns kvloom/server/chat/open_tagged \
@@ -157,7 +157,8 @@ coverage: setup
 	$(BIN)/coverage run --branch --include=$(subst $(space),$(comma),$(PURE:%=src/%.py)) -m pytest -q -p no:randomly --hypothesis-profile=examples $(PURE_TESTS:%=tests/%.py)
 	$(BIN)/coverage report --show-missing --fail-under=100
 
-# Rewrites the files with which tests/wire/test_golden.py compares answers, and the table of sampling parameters.
+# Rewrites the files with which tests/wire/test_golden.py compares answers, the table of sampling parameters, and the
+# messages of the pool in C++.
 golden: setup
 	$(BIN)/python -m tests.wire.golden
 

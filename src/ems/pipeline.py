@@ -228,10 +228,7 @@ def _save_staged(transfer: Transfer, request: Request, cache: RegisteredCache | 
 
 
 def _collect(transfer: Transfer) -> None:
-    answer = transfer.link.finish(transfer.deadline_s)
-    if not isinstance(answer, m.Saved):
-        raise WireError("expected the result of a save")
-    transfer.progress.add(answer.statuses)
+    transfer.progress.add(transfer.link.finish(m.Saved, transfer.deadline_s).statuses)
 
 
 def _save_direct(transfer: Transfer, request: Request, cache: RegisteredCache | Snapshot, sizes: list[int]) -> None:
@@ -241,7 +238,7 @@ def _save_direct(transfer: Transfer, request: Request, cache: RegisteredCache | 
     for group in _groups(sizes, m.MAX_BLOCK_BYTES, m.MAX_BLOCK_BYTES):
         keys, lengths = request.keys(group.start, group.stop), sizes[group.start : group.stop]
         answer = link.call(m.Reserve(keys, lengths, parent), deadline_s)
-        if not isinstance(answer, m.Reserved) or len(answer.statuses) != len(group):
+        if len(answer.statuses) != len(group):
             raise WireError("expected the result of a reservation")
         link.keep_up(answer.num_given_back)
         reserved = [i for i, status in enumerate(answer.statuses) if status == m.Status.STORED]
@@ -253,7 +250,7 @@ def _save_direct(transfer: Transfer, request: Request, cache: RegisteredCache | 
                 raise WireError("a reservation outside of its segment")
             sums += cache.tensors.gather_summed(request.blocks[group[i] : group[i] + 1], target)
         saved = link.call(m.Commit(sums), deadline_s)
-        if not isinstance(saved, m.Saved) or len(saved.statuses) != len(reserved):
+        if len(saved.statuses) != len(reserved):
             raise WireError("expected the result of a commit")
         statuses = bytearray(answer.statuses)
         for i, status in zip(reserved, saved.statuses, strict=True):
@@ -322,7 +319,7 @@ def _load_part(transfer: Transfer, cache: RegisteredCache, sizes: list[int], par
     link, request = transfer.link, transfer.request
     assert isinstance(request, Request), "a plan is for C++"
     found = link.call(m.Load(request.keys(part.start, part.stop), transfer.is_local), transfer.deadline_s)
-    if not isinstance(found, m.Found) or len(found.segments) > part.stop - part.start:
+    if len(found.segments) > part.stop - part.start:
         raise WireError("expected the result of a load")
     corrupt = _copy_found(transfer, cache, request.blocks[part], sizes[part], found)
     if found.lease:

@@ -30,6 +30,7 @@ from ems.wire import messages as m
 from ems.wire.frames import WireError
 
 T = TypeVar("T")
+A = TypeVar("A", bound=m.Message)
 log = logging.getLogger("ems")
 WAS_CLOSED = "the pool was closed"
 _MAX_IDLE_LINKS = 8
@@ -58,14 +59,10 @@ class Link:
     def _authenticate(self, access_id: str, access_key: str, deadline_s: float) -> m.Welcome:
         nonce = secrets.token_bytes(NONCE_BYTES)
         challenge = self.call(m.Hello(access_id, nonce), deadline_s)
-        if not isinstance(challenge, m.Challenge):
-            raise WireError("expected a challenge")
         is_open = challenge.salt == b""
         secret = verifier("" if is_open else access_key, challenge.salt)
         known = m.Proof(proof(secret, "client", access_id, nonce, challenge.nonce))
         with self._call_with_fd(known, deadline_s) as (welcome, fd):
-            if not isinstance(welcome, m.Welcome):
-                raise WireError("expected a welcome")
             if not same(welcome.proof, proof(secret, "agent", access_id, nonce, challenge.nonce)):
                 raise WireError("the agent does not know our access key")
             if fd >= 0:
@@ -77,17 +74,14 @@ class Link:
         self._next_id += 1
         self.channel.send(message, deadline_s, request_id=self._next_id, deadline_ms=remaining_ms(deadline_s))
 
-    def finish(self, deadline_s: float) -> m.Message:
+    def finish(self, answer: type[A], deadline_s: float) -> A:
         """The answer to the oldest unanswered request."""
-        message = self.channel.receive(deadline_s).message
-        if isinstance(message, m.Failure):
-            raise EmsException(EmsErrorCode(message.code), message.message)
-        return message
+        return _checked(self.channel.receive(deadline_s).message, answer)
 
-    def call(self, message: m.Message, deadline_s: float) -> m.Message:
+    def call(self, request: m.Request[A], deadline_s: float) -> A:
         """One request and its answer."""
-        self.begin(message, deadline_s)
-        return self.finish(deadline_s)
+        self.begin(request, deadline_s)
+        return self.finish(request.ANSWER, deadline_s)
 
     def exists(self, keys: bytes, is_local: bool, deadline_s: float) -> int:
         """Length of the prefix of the packed keys that a load would find."""
@@ -100,11 +94,9 @@ class Link:
         count, step = 0, m.MAX_KEYS * KEY_BYTES
         for start in range(0, len(keys), step):
             part = keys[start : start + step]
-            answer = self.call(m.Exists(part, is_local), deadline_s)
-            if not isinstance(answer, m.Count):
-                raise WireError("expected a count")
-            count += answer.count
-            if answer.count * KEY_BYTES < len(part):
+            found = self.call(m.Exists(part, is_local), deadline_s).count
+            count += found
+            if found * KEY_BYTES < len(part):
                 break
         return count
 
@@ -182,25 +174,23 @@ class Link:
     def _unexpected(self, data: bytes) -> WireError:
         """The error for an answer that C++ did not expect. Raises EmsException for a refusal."""
         self.channel.feed(data)
-        answer = self.finish(time.monotonic())
+        answer = self.finish(m.Message, time.monotonic())
         return WireError(f"expected another answer than {type(answer).__name__}")
 
     @contextlib.contextmanager
-    def _call_with_fd(self, message: m.Message, deadline_s: float) -> Iterator[tuple[m.Message, int]]:
+    def _call_with_fd(self, request: m.Request[A], deadline_s: float) -> Iterator[tuple[A, int]]:
         """One request, its answer, and the descriptor that came with it, -1 when there was none."""
-        self.begin(message, deadline_s)
+        self.begin(request, deadline_s)
         frame, fd = self.channel.receive_with_fd(deadline_s)
         try:
-            if isinstance(frame.message, m.Failure):
-                raise EmsException(EmsErrorCode(frame.message.code), frame.message.message)
-            yield frame.message, fd
+            yield _checked(frame.message, request.ANSWER), fd
         finally:
             if fd >= 0:
                 os.close(fd)
 
     @contextlib.contextmanager
-    def _call_for_fd(self, message: m.Message, deadline_s: float) -> Iterator[int]:
-        with self._call_with_fd(message, deadline_s) as (_answer, fd):
+    def _call_for_fd(self, request: m.Request[A], deadline_s: float) -> Iterator[int]:
+        with self._call_with_fd(request, deadline_s) as (_answer, fd):
             if fd < 0:
                 raise WireError("expected a descriptor")
             yield fd
@@ -241,6 +231,15 @@ class Link:
 
     def close(self) -> None:
         self.channel.close()
+
+
+def _checked(message: m.Message, expected: type[A]) -> A:
+    """An answer of the expected kind. Raises EmsException for a refusal, WireError for another answer."""
+    if isinstance(message, m.Failure):
+        raise EmsException(EmsErrorCode(message.code), message.message)
+    if not isinstance(message, expected):
+        raise WireError(f"expected another answer than {type(message).__name__}")
+    return message
 
 
 def _connected(path: Path, deadline_s: float) -> socket.socket:

@@ -92,7 +92,7 @@ def test_a_save_has_the_room_of_what_its_client_has_read(client):
     link.begin(m.Ping(), soon())
     link.begin(m.Save(keys[0], [0], [BLOCK], is_last=False), soon())
     link.begin(m.Load(b"".join(keys)), soon())
-    assert [type(link.finish(soon())) for _ in range(3)] == [m.Done, m.Saved, m.Found]
+    assert [type(link.finish(m.Message, soon())) for _ in range(3)] == [m.Done, m.Saved, m.Found]
     assert num_pinned(client.agent) == NUM
     client.board[0] = 1
     assert link.call(m.Save(b"n" * 32, [0], [BLOCK], is_last=False), soon()) == m.Saved(bytes([m.Status.STORED]))

@@ -12,6 +12,7 @@ from ems.common.maps import SegmentMaps
 from ems.transport import Link
 from ems.wire import messages as m
 from ems.wire.messages import Status
+from kvloom.pool.answering import answers
 from kvloom.pool.storage.native.pool import NativePool
 from kvloom.pool.writing import Writer
 from tests.support.pool.agents import copy_of, new_kv, running_agent, session, slots_of, tokens_of
@@ -224,7 +225,7 @@ def test_what_a_commit_refuses_is_not_reported_as_saved(is_native, monkeypatch):
         monkeypatch.setattr(Link, "_native", lambda link: None)
     refused = m.Saved(STORED + NO_ROOM + STORED)
     monkeypatch.setenv("EMS_NATIVE", "1" if is_native else "0")
-    monkeypatch.setattr(Writer, "commit", lambda writer, message: refused)
+    monkeypatch.setattr(Writer, "commit", answers(m.Commit)(lambda *_: refused))
     monkeypatch.setattr(NativePool, "serving", lambda pool, channel, terms: None)
     with running_agent(is_direct=True) as agent, session(agent.config.socket, kv) as cc:
         assert cc.save(slots_of(0, 1, 2), [1, 2, 3], [4] * 3) == CcResult(1, 3)

@@ -66,7 +66,7 @@ def test_a_save_that_ends_early_is_refused_once_however_much_of_it_was_under_way
                 keys = [key_of(1000 * batch + 8 * part + i) for i in range(8)]
                 offsets, lengths = [i << 16 for i in range(8)], [1 << 16] * 8
                 link.begin(m.Save(b"".join(keys), offsets, lengths, is_last=part == 3, is_chain=is_chain), soon())
-            answers = [link.finish(soon()) for _ in range(4)]
+            answers = [link.finish(m.Message, soon()) for _ in range(4)]
             statuses = b"".join(answer.statuses for answer in answers)
             num_done = len(statuses) - len(statuses.lstrip(b"\0"))
             assert len(set(statuses[num_done:])) == 1, "what follows is not tried"
@@ -121,8 +121,9 @@ def test_what_a_session_is_refused_is_counted_for_its_tenant(monkeypatch):
         monkeypatch.setattr(sessions, "SharedMemory", no_memory)
         assert "no memory for a staging area: none" in refused(other, m.Arena(4096, 4096))
         assert other.call(m.Reserve(key_of(1), [4096]), soon()).statuses == bytes([m.Status.NO_ROOM])
+        other.begin(m.Count(1), soon())
         with pytest.raises(ConnectionError):
-            other.call(m.Count(1), soon())
+            other.finish(m.Message, soon())
         until(lambda: ("default", "malformed") in counted(agent, "denied"))
         causes = {cause: count for (_tenant, cause), count in counted(agent, "denied").items()}
         assert causes == {"invalid": 4, "staging": 1, "no_memory": 2, "not_direct": 1, "malformed": 1}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import msgspec
+from tools import wire_header
 
 from kvloom.server.serving.options import WireOptions
 from tests.support.servers import FakeServer, fake_server
@@ -115,3 +116,4 @@ def write() -> None:
 if __name__ == "__main__":
     write()
     sampling_table.write()
+    wire_header.write()

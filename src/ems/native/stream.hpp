@@ -10,8 +10,8 @@
 
 #include "clock.hpp"
 #include "lookout.hpp"
+#include "messages.hpp"
 #include "sums.hpp"
-#include "wire.hpp"
 
 namespace ems {
 
@@ -64,7 +64,16 @@ struct Frame {
     const uint8_t* bytes;  // header and body; if malformed, all bytes received
     size_t size;
 
-    BodyReader body() const { return {bytes + kHeaderBytes, size - kHeaderBytes}; }
+    // Whether it is a message of this kind that can be read. The message is valid as long as the frame.
+    template <typename Message>
+    bool read(Message& message) const {
+        if (header.op != Message::kOp) {
+            return false;
+        }
+        BodyReader body{bytes + kHeaderBytes, size - kHeaderBytes};
+        message.read(body);
+        return body.is_good(Message::kNumValues - Message::kNumRequired);
+    }
 };
 
 class FrameStream {
@@ -205,31 +214,36 @@ class Exchange : public EmsLine {
   public:
     explicit Exchange(int fd) : EmsLine{}, fd_(fd), stream_(fd) {}
 
-    // The last load's answer: locations and checksums of the blocks.
-    std::vector<int64_t> segments, offsets, lengths;
+    Found found;                   // the last load's answer: locations of the blocks
+    Reserved reserved;             // the last reservation's answer
     std::vector<int64_t> numbers;  // the index in the request of each block that was found
-    std::vector<Sum> sums;
+    std::vector<Sum> sums;         // checksums of these
     std::vector<uint8_t> statuses;  // of the blocks of the last reservation
 
-    FrameWriter& begin(Op op, uint8_t num_values) {
+    // Sends a request. Returns 0 or an errno.
+    template <typename Request>
+    int send(const Request& request) {
         writer_.data.clear();
-        writer_.begin(op, static_cast<uint64_t>(++request_id), left_ms(deadline_ns), num_values);
-        return writer_;
-    }
-
-    int send() {
-        writer_.end();
+        writer_.add(request, static_cast<uint64_t>(++request_id), left_ms(deadline_ns));
         return send_all(fd_, writer_.data.data(), writer_.data.size(), deadline_ns);
     }
 
-    // Receives the next answer, which must be of type `op`. Returns 0, an errno or kUnexpected.
-    int receive(Op op, Frame& frame) {
+    // Receives the next answer, which must be of this kind. Returns 0, an errno or kUnexpected.
+    template <typename Answer>
+    int receive(Answer& answer) {
         if (!stream_.has_frame()) {
             lookout_.look(fd_);
         }
-        const int problem = stream_.next(deadline_ns, frame);
-        const bool is_odd = problem == kMalformed || (problem == 0 && frame.header.op != op);
-        return is_odd ? unexpected(frame) : problem;
+        const int problem = stream_.next(deadline_ns, frame_);
+        const bool is_odd = problem == kMalformed || (problem == 0 && !frame_.read(answer));
+        return is_odd ? unexpected() : problem;
+    }
+
+    // Sends a request and receives its answer.
+    template <typename Request>
+    int call(const Request& request, typename Request::Answer& answer) {
+        const int problem = send(request);
+        return problem != 0 ? problem : receive(answer);
     }
 
     // Whether the connection is open and there is nothing to read.
@@ -238,14 +252,16 @@ class Exchange : public EmsLine {
         return !stream_.has_frame() && poll(&wanted, 1, 0) == 0;
     }
 
-    int unexpected(const Frame& frame) {
-        odd = frame.bytes;
-        num_odd = static_cast<int64_t>(frame.size);
+    // Leaves the last answer to Python.
+    int unexpected() {
+        odd = frame_.bytes;
+        num_odd = static_cast<int64_t>(frame_.size);
         return kUnexpected;
     }
 
   private:
     int fd_;
+    Frame frame_{};  // the last answer
     FrameStream stream_;
     FrameWriter writer_;
     Lookout lookout_;

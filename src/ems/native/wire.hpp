@@ -19,26 +19,13 @@ constexpr size_t kHeaderBytes = 28;
 constexpr size_t kCrcAt = 24;  // offset of the CRC in the header; it covers all bytes before and after it
 constexpr size_t kMaxBodyBytes = 1 << 20;
 constexpr size_t kKeyBytes = 32;
-constexpr int64_t kMaxKeys = 4096;               // per frame
-constexpr int64_t kMaxBlockBytes = int64_t{1} << 28;
+// Bytes of a message: in the frame that was read, or where its writer has them.
+struct Bytes {
+    const uint8_t* data = nullptr;
+    size_t size = 0;
 
-// Message types, as in messages.py.
-enum Op : uint8_t {
-    kSave = 9,
-    kSaved = 10,
-    kReserve = 11,
-    kReserved = 12,
-    kCommit = 13,
-    kLoad = 14,
-    kFound = 15,
-    kRelease = 16,
-    kExists = 17,
-    kCount = 18,
-    kPing = 19,
-    kDone = 8,
-    kPick = 23,
-    kHas = 24,
-    kPresent = 25,
+    Bytes() = default;
+    Bytes(const void* from, size_t num_bytes) : data(static_cast<const uint8_t*>(from)), size(num_bytes) {}
 };
 
 struct Header {
@@ -57,18 +44,20 @@ inline uint32_t crc_of(const uint8_t* frame, size_t body_bytes) {
     return crc32(frame + kHeaderBytes, body_bytes, crc32(frame, kCrcAt));
 }
 
-// Appends frames to `data`: begin, then as many values as announced, then end. Integers are encoded in the fewest
-// bytes.
+// Appends frames of messages (messages.hpp) to `data`. Integers are encoded in the fewest bytes.
 class FrameWriter {
   public:
     std::vector<uint8_t> data;
 
-    void begin(Op op, uint64_t request_id, uint32_t deadline_ms, uint8_t num_values) {
-        start_ = data.size();
-        data.resize(start_ + kHeaderBytes);
-        const Header header{kMagic, kVersion, op, 0, request_id, deadline_ms, 0, 0};
-        std::memcpy(data.data() + start_, &header, sizeof header);
-        data.push_back(0x90 | num_values);
+    template <typename Message>
+    void add(const Message& message, uint64_t request_id, uint32_t deadline_ms = 0) {
+        const size_t start = data.size();
+        data.resize(start + kHeaderBytes);
+        const Header header{kMagic, kVersion, Message::kOp, 0, request_id, deadline_ms, 0, 0};
+        std::memcpy(data.data() + start, &header, sizeof header);
+        data.push_back(0x90 | Message::kNumValues);
+        message.write(*this);
+        end(start);
     }
 
     void boolean(bool value) { data.push_back(value ? 0xC3 : 0xC2); }
@@ -88,39 +77,38 @@ class FrameWriter {
         }
     }
 
-    void bytes(const void* from, size_t size) {
-        if (size <= 0xFF) {
-            put_as(0xC4, size, 1);
+    void bytes(const Bytes& value) {
+        if (value.size <= 0xFF) {
+            put_as(0xC4, value.size, 1);
         } else {
-            size <= 0xFFFF ? put_as(0xC5, size, 2) : put_as(0xC6, size, 4);
+            value.size <= 0xFFFF ? put_as(0xC5, value.size, 2) : put_as(0xC6, value.size, 4);
         }
-        if (size > 0) {
-            const auto* first = static_cast<const uint8_t*>(from);
-            data.insert(data.end(), first, first + size);
+        if (value.size > 0) {
+            data.insert(data.end(), value.data, value.data + value.size);
         }
     }
 
-    void integers(const int64_t* values, size_t count) {
-        if (count <= 15) {
-            data.push_back(static_cast<uint8_t>(0x90 | count));
+    void integers(const std::vector<int64_t>& values) {
+        if (values.size() <= 15) {
+            data.push_back(static_cast<uint8_t>(0x90 | values.size()));
         } else {
-            count <= 0xFFFF ? put_as(0xDC, count, 2) : put_as(0xDD, count, 4);
+            values.size() <= 0xFFFF ? put_as(0xDC, values.size(), 2) : put_as(0xDD, values.size(), 4);
         }
-        for (size_t i = 0; i < count; i++) {
-            integer(values[i]);
+        for (const int64_t value : values) {
+            integer(value);
         }
     }
 
-    void end() {
-        const size_t body_bytes = data.size() - start_ - kHeaderBytes;
-        uint8_t* frame = data.data() + start_;
+  private:
+    void end(size_t start) {
+        const size_t body_bytes = data.size() - start - kHeaderBytes;
+        uint8_t* frame = data.data() + start;
         const auto size = static_cast<uint32_t>(body_bytes);
         std::memcpy(frame + kCrcAt - sizeof size, &size, sizeof size);
         const uint32_t crc = crc_of(frame, body_bytes);
         std::memcpy(frame + kCrcAt, &crc, sizeof crc);
     }
 
-  private:
     // Width of a negative number, given its complement: 0 to 3 for 1, 2, 4 or 8 bytes.
     static uint8_t width_of(int64_t below) { return below < 0x80 ? 0 : below < 0x8000 ? 1 : below < 0x80000000 ? 2 : 3; }
 
@@ -134,54 +122,49 @@ class FrameWriter {
         data.push_back(first);
         put(value, size);
     }
-
-    size_t start_ = 0;
 };
 
-// Reads the values of a body in order. After a value of an unexpected type is_good() is false.
+// Reads the values of a body in order; a missing one becomes its default. After a value of an unexpected type is_good()
+// is false.
 class BodyReader {
   public:
     BodyReader(const uint8_t* data, size_t size) : at_(data), end_(data + size), left_(head(0x90, 0xDC)) {}
 
-    bool boolean(bool otherwise = false) {
-        if (!next()) {
-            return otherwise;
+    void boolean(bool& value, bool otherwise = false) {
+        value = otherwise;
+        if (next()) {
+            const uint64_t first = take(1);
+            is_good_ = is_good_ && (first == 0xC2 || first == 0xC3);
+            value = first == 0xC3;
         }
-        const uint64_t first = take(1);
-        is_good_ = is_good_ && (first == 0xC2 || first == 0xC3);
-        return first == 0xC3;
     }
 
-    int64_t integer(int64_t otherwise = 0) { return next() ? number() : otherwise; }
+    void integer(int64_t& value, int64_t otherwise = 0) { value = next() ? number() : otherwise; }
 
-    // Returns a pointer into the body and sets `size`; null if there are no bytes.
-    const uint8_t* bytes(size_t& size) {
-        size = 0;
+    void bytes(Bytes& value) {
+        value = {};
         if (!next()) {
-            return nullptr;
+            return;
         }
         const uint64_t first = take(1);
         const bool is_bytes = first >= 0xC4 && first <= 0xC6;
-        const uint64_t wanted = is_bytes ? take(1 << (first - 0xC4)) : 0;
-        is_good_ = is_good_ && is_bytes && wanted <= static_cast<uint64_t>(end_ - at_);
-        if (!is_good_) {
-            return nullptr;
+        const uint64_t size = is_bytes ? take(1 << (first - 0xC4)) : 0;
+        is_good_ = is_good_ && is_bytes && size <= static_cast<uint64_t>(end_ - at_);
+        if (is_good_) {
+            value = {at_, size};
+            at_ += size;
         }
-        const uint8_t* found = at_;
-        size = wanted;
-        at_ += wanted;
-        return found;
     }
 
-    void integers(std::vector<int64_t>& out) {
-        out.clear();
+    void integers(std::vector<int64_t>& values) {
+        values.clear();
         if (!next()) {
             return;
         }
         const uint64_t count = head(0x90, 0xDC);
         is_good_ = is_good_ && count <= static_cast<uint64_t>(end_ - at_);
         for (uint64_t i = 0; is_good_ && i < count; i++) {
-            out.push_back(number());
+            values.push_back(number());
         }
     }
 

@@ -174,8 +174,8 @@ def _put_staged(link: Link, batch: Batch, fitting: list[int], statuses: list[KvS
 
 def _collect(link: Link, batch: Batch, members: list[int], statuses: list[KvStatus]) -> KvStatus | None:
     """Record the answer for one group. Returns the status that ends the batch, if any."""
-    answer = link.finish(batch.deadline_s)
-    if not isinstance(answer, m.Saved) or len(answer.statuses) != len(members):
+    answer = link.finish(m.Saved, batch.deadline_s)
+    if len(answer.statuses) != len(members):
         raise WireError("expected the result of a put")
     for i, status in zip(members, answer.statuses, strict=True):
         statuses[i] = KvStatus(status)
@@ -194,7 +194,7 @@ def get(link: Link, batch: Batch, found: list[bool | None]) -> None:
     for group in groups:
         names = b"".join(batch.names[group.start : group.stop])
         answer = link.call(m.Pick(names, batch.is_local), batch.deadline_s)
-        if not isinstance(answer, m.Found) or len(answer.segments) != len(group):
+        if len(answer.segments) != len(group):
             raise WireError("expected the result of a get")
         corrupt = _copy_found(link, batch, group, answer, found)
         if answer.lease:
@@ -244,7 +244,7 @@ def has(link: Link, batch: Batch) -> list[bool]:
     for start in range(0, len(batch.names), m.MAX_KEYS):
         names = batch.names[start : start + m.MAX_KEYS]
         answer = link.call(m.Has(b"".join(names), batch.is_local), batch.deadline_s)
-        if not isinstance(answer, m.Present) or len(answer.found) != len(names):
+        if len(answer.found) != len(names):
             raise WireError("expected which keys are there")
         found += answer.found
     return list(map(bool, found))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Final, NamedTuple
 
-from ems.wire.messages import Message
+from ems.wire.messages import MESSAGES, Message
 from ems.wire.packing import READERS, Reader, pack, unpack
 
 VERSION = 1
@@ -43,7 +43,7 @@ def _kind(cls: Any) -> _Kind:
     return _Kind(cls, [READERS[each.type] for each in known], sum(each.default is MISSING for each in known))
 
 
-_KINDS: Final = {cls.OP: _kind(cls) for cls in Message.__subclasses__()}
+_KINDS: Final = {op: _kind(cls) for op, cls in MESSAGES.items()}
 
 
 @dataclass(frozen=True, slots=True)

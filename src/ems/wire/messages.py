@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar
 
 from ems.keys import KEY_BYTES, NONCE_BYTES
+from ems.wire.kinds import MESSAGES as MESSAGES
+from ems.wire.kinds import A
+from ems.wire.kinds import Message as Message
+from ems.wire.kinds import Request as Request
 
 SUM_BYTES = 16  # xxh3-128
 MAX_KEYS = 4096  # a frame
@@ -41,15 +44,6 @@ class Cause(IntEnum):
     QUOTA = 7  # it was saved, and found no room within the tenant's quota
 
 
-class Message:
-    """Base of all messages: dataclasses of fields that `packing` knows, new ones last and with a default.
-
-    A `__post_init__` that raises ValueError makes the frame malformed.
-    """
-
-    OP: ClassVar[int] = 0
-
-
 def _check_keys(keys: bytes) -> int:
     if len(keys) % KEY_BYTES or len(keys) > MAX_KEYS * KEY_BYTES:
         raise ValueError(f"keys: {len(keys)} bytes are not 0 to {MAX_KEYS} keys of {KEY_BYTES}")
@@ -80,17 +74,14 @@ def _check_sums(expected: int, sums: bytes, seals: bytes) -> None:
 
 
 @dataclass
-class Hello(Message):
-    """First frame of a client; a peer sends is_peer=True and its node id as access_id."""
+class Asking(Request[A]):
+    """Asks about keys; read_local_only: other nodes are not asked."""
 
-    OP = 1
-    access_id: str
-    nonce: bytes
-    is_peer: bool = False
+    keys: bytes
+    read_local_only: bool = False
 
     def __post_init__(self) -> None:
-        if len(self.nonce) != NONCE_BYTES or len(self.access_id) > 512:
-            raise ValueError("nonce or access_id has a wrong length")
+        _check_keys(self.keys)
 
 
 @dataclass
@@ -101,9 +92,17 @@ class Challenge(Message):
 
 
 @dataclass
-class Proof(Message):
-    OP = 3
-    proof: bytes
+class Hello(Request[Challenge]):
+    """First frame of a client; a peer sends is_peer=True and its node id as access_id."""
+
+    OP = 1
+    access_id: str
+    nonce: bytes
+    is_peer: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.nonce) != NONCE_BYTES or len(self.access_id) > 512:
+            raise ValueError("nonce or access_id has a wrong length")
 
 
 @dataclass
@@ -126,6 +125,12 @@ class Welcome(Message):
 
 
 @dataclass
+class Proof(Request[Welcome]):
+    OP = 3
+    proof: bytes
+
+
+@dataclass
 class Failure(Message):
     """Answer to a request that the agent cannot serve; `code` is an EmsErrorCode."""
 
@@ -135,7 +140,12 @@ class Failure(Message):
 
 
 @dataclass
-class Arena(Message):
+class Done(Message):
+    OP = 8
+
+
+@dataclass
+class Arena(Request[Done]):
     """Asks for a staging area; the answer is Done with its descriptor.
 
     It has `size` bytes, or fewer, but `least`, where staging memory is short; least = 0: no fewer.
@@ -147,7 +157,7 @@ class Arena(Message):
 
 
 @dataclass
-class Segment(Message):
+class Segment(Request[Done]):
     """Asks for a segment's descriptor; the answer is Done with it, read-only unless the session is direct."""
 
     OP = 7
@@ -155,31 +165,9 @@ class Segment(Message):
 
 
 @dataclass
-class Done(Message):
-    OP = 8
-
-
-@dataclass
-class Save(Message):
-    """Blocks in the staging area, in chain order. parent: the key before the first, or empty. is_last: the batch ends
-    here; until then its blocks do not evict each other. is_chain: a block is useless without those before it;
-    otherwise they are independent.
-    """
-
-    OP = 9
-    keys: bytes
-    offsets: list[int]
-    lengths: list[int]
-    parent: bytes = b""
-    write_rcache: bool = True
-    is_last: bool = True
-    is_chain: bool = True
-
-    def __post_init__(self) -> None:
-        _check_counts(_check_keys(self.keys), self.offsets, self.lengths)
-        _check_lengths(self.lengths)
-        if len(self.parent) not in (0, KEY_BYTES):
-            raise ValueError("parent: neither empty nor a key")
+class Ping(Request[Done]):
+    OP = 19
+    IS_NATIVE = True
 
 
 @dataclass
@@ -194,17 +182,27 @@ class Saved(Message):
 
 
 @dataclass
-class Reserve(Message):
-    """Direct sessions: asks for memory to write to. The answer is Reserved."""
+class Save(Request[Saved]):
+    """Blocks in the staging area, in chain order. parent: the key before the first, or empty. is_last: the batch ends
+    here; until then its blocks do not evict each other. is_chain: a block is useless without those before it;
+    otherwise they are independent.
+    """
 
-    OP = 11
+    OP = 9
+    IS_NATIVE = True
     keys: bytes
+    offsets: list[int]
     lengths: list[int]
     parent: bytes = b""
+    write_rcache: bool = True
+    is_last: bool = True
+    is_chain: bool = True
 
     def __post_init__(self) -> None:
-        _check_counts(_check_keys(self.keys), self.lengths)
+        _check_counts(_check_keys(self.keys), self.offsets, self.lengths)
         _check_lengths(self.lengths)
+        if len(self.parent) not in (0, KEY_BYTES):
+            raise ValueError("parent: neither empty nor a key")
 
 
 @dataclass
@@ -224,25 +222,31 @@ class Reserved(Message):
 
 
 @dataclass
-class Commit(Message):
+class Reserve(Request[Reserved]):
+    """Direct sessions: asks for memory to write to. The answer is Reserved."""
+
+    OP = 11
+    IS_NATIVE = True
+    keys: bytes
+    lengths: list[int]
+    parent: bytes = b""
+
+    def __post_init__(self) -> None:
+        _check_counts(_check_keys(self.keys), self.lengths)
+        _check_lengths(self.lengths)
+
+
+@dataclass
+class Commit(Request[Saved]):
     """What the last Reserve reserved is written; a checksum of 16 bytes each, in order. Answer: Saved."""
 
     OP = 13
+    IS_NATIVE = True
     sums: bytes
 
     def __post_init__(self) -> None:
         if len(self.sums) % SUM_BYTES:
             raise ValueError(f"sums: {len(self.sums)} bytes are not sums of {SUM_BYTES}")
-
-
-@dataclass
-class Load(Message):
-    OP = 14
-    keys: bytes
-    read_local_only: bool = False
-
-    def __post_init__(self) -> None:
-        _check_keys(self.keys)
 
 
 @dataclass
@@ -269,46 +273,39 @@ class Found(Message):
 
 
 @dataclass
+class Load(Asking[Found]):
+    OP = 14
+    IS_NATIVE = True
+
+
+@dataclass
 class Release(Message):
     """Ends a lease; no answer. corrupt: index of the block whose bytes did not match, or -1."""
 
     OP = 16
+    IS_NATIVE = True
     lease: int
     corrupt: int = -1
 
 
 @dataclass
-class Exists(Message):
-    OP = 17
-    keys: bytes
-    read_local_only: bool = False
-
-    def __post_init__(self) -> None:
-        _check_keys(self.keys)
+class Count(Message):
+    OP = 18
+    count: int
 
 
 @dataclass
-class Pick(Message):
+class Exists(Asking[Count]):
+    OP = 17
+    IS_NATIVE = True
+
+
+@dataclass
+class Pick(Asking[Found]):
     """Asks for each key independently. The answer is Found, with length 0 for those that are nowhere."""
 
     OP = 23
-    keys: bytes
-    read_local_only: bool = False
-
-    def __post_init__(self) -> None:
-        _check_keys(self.keys)
-
-
-@dataclass
-class Has(Message):
-    """Which of the keys `Pick` would find; the answer is Present."""
-
-    OP = 24
-    keys: bytes
-    read_local_only: bool = False
-
-    def __post_init__(self) -> None:
-        _check_keys(self.keys)
+    IS_NATIVE = True
 
 
 @dataclass
@@ -324,27 +321,11 @@ class Present(Message):
 
 
 @dataclass
-class Count(Message):
-    OP = 18
-    count: int
+class Has(Asking[Present]):
+    """Which of the keys `Pick` would find; the answer is Present."""
 
-
-@dataclass
-class Ping(Message):
-    OP = 19
-
-
-@dataclass
-class PeerGet(Message):
-    """Blocks of a tenant; the answer is PeerBlocks and their bytes. has_only: no bytes are wanted."""
-
-    OP = 20
-    tenant: str
-    keys: bytes
-    has_only: bool = False
-
-    def __post_init__(self) -> None:
-        _check_keys(self.keys)
+    OP = 24
+    IS_NATIVE = True
 
 
 @dataclass
@@ -364,7 +345,20 @@ class PeerBlocks(Message):
 
 
 @dataclass
-class PeerPut(Message):
+class PeerGet(Request[PeerBlocks]):
+    """Blocks of a tenant; the answer is PeerBlocks and their bytes. has_only: no bytes are wanted."""
+
+    OP = 20
+    tenant: str
+    keys: bytes
+    has_only: bool = False
+
+    def __post_init__(self) -> None:
+        _check_keys(self.keys)
+
+
+@dataclass
+class PeerPut(Request[Saved]):
     """Blocks for their home node; the bytes follow the frame. Answer: Saved.
 
     parents: of each block, the key before it in its chain, or zeros; absent: a chain that follows `parent`.

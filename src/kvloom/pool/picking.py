@@ -6,6 +6,7 @@ import time
 
 from ems.wire import messages as m
 from ems.wire.messages import Cause
+from kvloom.pool.answering import answers
 from kvloom.pool.node import Node
 from kvloom.pool.reading import PEER_SHARE, Reader
 from kvloom.pool.storage.entrywise import HeldEntries
@@ -20,6 +21,7 @@ class Picker:
         self._node = node
         self._reader = reader
 
+    @answers(m.Pick)
     def pick(self, message: m.Pick, deadline_s: float) -> m.Found:
         """Blocks of the keys that are here or arrive from other nodes in time; pinned under one lease."""
         keys = m.split_keys(message.keys)
@@ -51,6 +53,7 @@ class Picker:
             num_given_back=self._pool.num_given_back,
         )
 
+    @answers(m.Has)
     def has(self, message: m.Has, deadline_s: float) -> m.Present:
         """Which of the keys `pick` would find."""
         keys = m.split_keys(message.keys)

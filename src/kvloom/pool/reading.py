@@ -4,6 +4,7 @@ import time
 
 from ems.wire import messages as m
 from ems.wire.messages import Cause
+from kvloom.pool.answering import answers
 from kvloom.pool.cluster.coming import Coming
 from kvloom.pool.node import Fetched, Node
 from kvloom.pool.storage.counts import Denial
@@ -27,6 +28,7 @@ class Reader:
         self._coming: Coming | None = None
         self._last_bytes = 0  # largest block of the last load from other nodes
 
+    @answers(m.Load)
     def load(self, message: m.Load, deadline_s: float) -> m.Found:
         """The prefix of the keys that is here or arrives from other nodes in time; pinned under a lease.
 
@@ -136,6 +138,7 @@ class Reader:
         if hits < total:
             self._pool.counts.add(f"miss_{cause.name.lower()}", total - hits)
 
+    @answers(m.Release)
     def release(self, message: m.Release, _deadline_s: float) -> None:
         """End a lease. A block that the client found damaged is checked here before it is dropped."""
         held = self._leases.pop(message.lease, [])
@@ -146,6 +149,7 @@ class Reader:
             number -= len(part)
         _release(held)
 
+    @answers(m.Exists)
     def exists(self, message: m.Exists, deadline_s: float) -> m.Count:
         """Length of the prefix that a load would find."""
         keys = m.split_keys(message.keys)

@@ -8,7 +8,6 @@ import struct
 import time
 from collections.abc import Callable
 from operator import add
-from typing import Any
 
 from ems.common.channel import CHANNEL_ERRORS, Channel
 from ems.common.exception import EmsErrorCode
@@ -16,6 +15,7 @@ from ems.keys import NONCE_BYTES, proof
 from ems.runs import Bytes
 from ems.wire import messages as m
 from ems.wire.frames import Frame, WireError
+from kvloom.pool.answering import Answer, answers, answers_of
 from kvloom.pool.node import Node
 from kvloom.pool.picking import Picker
 from kvloom.pool.reading import Reader
@@ -62,6 +62,7 @@ class ClientSession:
         self._held_bytes = 0  # bytes of the staging area that are saved, but not answered yet
         self._access_id = ""
         self._verifier = b""
+        self._answers: dict[type[m.Message], Answer] = {}
         self._serving: Serving | None = None  # answers requests without Python
         self._board: Bytes | None = None
 
@@ -75,8 +76,8 @@ class ClientSession:
         if tenant is None:
             return
         pool = self._pool
-        writer, reader = Writer(pool, self._node), Reader(pool, self._node)
-        picker = Picker(pool, self._node, reader)
+        writer, reader = Writer(pool, self._node, self._staged), Reader(pool, self._node)
+        self._answers = answers_of(self, writer, reader, Picker(pool, self._node, reader))
         terms = Terms(
             can_save=self._node.others is None and self._node.put_limit(tenant) is None,
             has_others=self._node.others is not None,
@@ -86,17 +87,6 @@ class ClientSession:
             board=self._board,
         )
         self._serving = pool.serving(self._channel, terms)
-        handlers: dict[type[m.Message], Callable[[Any, float], m.Message | None]] = {
-            m.Save: lambda message, deadline_s: writer.save(message, self._staged(message), deadline_s),
-            m.Reserve: lambda message, _: writer.reserve(message),
-            m.Commit: lambda message, _: writer.commit(message),
-            m.Load: reader.load,
-            m.Release: reader.release,
-            m.Exists: reader.exists,
-            m.Pick: picker.pick,
-            m.Has: picker.has,
-            m.Ping: lambda _message, _: m.Done(),
-        }
         try:
             while True:
                 frame = self._frames.receive()
@@ -104,7 +94,7 @@ class ClientSession:
                     pool.counts.add(Denial.REVOKED.counter)
                     self._fail(frame, EmsErrorCode.EMS_IO_ERROR, "the access key was revoked")
                     return
-                self._answer(frame, handlers, pool.segment_fd)
+                self._answer(frame)
                 while writer.rest() and not self._frames.has_frame():
                     pass
         except CHANNEL_ERRORS as error:
@@ -168,23 +158,23 @@ class ClientSession:
                 board.close()
         return tenant
 
-    def _answer(
-        self,
-        frame: Frame,
-        handlers: dict[type[m.Message], Callable[[Any, float], m.Message | None]],
-        segment_fd: Callable[[int], int | None],
-    ) -> None:
+    @answers(m.Ping)
+    def ping(self, _message: m.Ping, _deadline_s: float) -> m.Done:
+        """At once."""
+        return m.Done()
+
+    def _answer(self, frame: Frame) -> None:
         message, fd = frame.message, None
         answer: m.Message | None
         try:
             if isinstance(message, m.Arena):
                 fd, answer = self._new_arena(message, time.monotonic() + frame.deadline_ms / 1000), m.Done()
             elif isinstance(message, m.Segment):
-                fd, answer = segment_fd(message.segment), m.Done()
+                fd, answer = self._pool.segment_fd(message.segment), m.Done()
                 if fd is None:
                     raise Refused(EmsErrorCode.EMS_INVALID_ARGUMENT, "no such segment")
-            elif type(message) in handlers:
-                answer = handlers[type(message)](message, time.monotonic() + frame.deadline_ms / 1000)
+            elif type(message) in self._answers:
+                answer = self._answers[type(message)](message, time.monotonic() + frame.deadline_ms / 1000)
             else:
                 raise WireError("not a request")
         except Refused as refusal:

@@ -7,12 +7,14 @@ client changes the area meanwhile, its own block has wrong contents, but content
 
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import xxhash
 
 from ems.runs import Areas
 from ems.wire import messages as m
 from ems.wire.messages import Status
+from kvloom.pool.answering import answers
 from kvloom.pool.node import Node, Outgoing, Route
 from kvloom.pool.storage.allocator import slot_bytes
 from kvloom.pool.storage.budget import Refusal
@@ -31,9 +33,11 @@ _COUNTER = [f"save_{status.name.lower()}" for status in Status]
 class Writer:
     """Used by its session's thread only."""
 
-    def __init__(self, pool: Pool, node: Node) -> None:
+    def __init__(self, pool: Pool, node: Node, staged: Callable[[m.Save], SharedMemory]) -> None:
+        """staged: the staging area that has the blocks of a save, or raises."""
         self._pool = pool
         self._node = node
+        self._staged = staged
         self._limit = node.put_limit(pool.tenant)
         # pinned until `rest`: blocks of a batch evict neither each other nor those of the next
         self._held: list[Held] = []
@@ -45,10 +49,12 @@ class Writer:
         self._num_stored = self._largest_slot = 0  # of the batch
         self._reserved: list[tuple[Reservation, bytes]] = []  # and their parents
 
-    def save(self, message: m.Save, arena: SharedMemory, deadline_s: float) -> m.Saved:
+    @answers(m.Save)
+    def save(self, message: m.Save, deadline_s: float) -> m.Saved:
         """One status a key, in order. Keys behind one that found no room are not tried, nor are those of the batch's
         next messages, which the client may have sent already.
         """
+        arena = self._staged(message)
         self._begin_batch()
         if self._refused is not None:
             self._has_ended = message.is_last
@@ -149,7 +155,8 @@ class Writer:
                 return False
             time.sleep(_PAUSE_S)
 
-    def reserve(self, message: m.Reserve) -> m.Reserved:
+    @answers(m.Reserve)
+    def reserve(self, message: m.Reserve, _deadline_s: float) -> m.Reserved:
         """Memory for the keys that are not here; it is the client's until the next Reserve, a Commit or the end of the
         session.
         """
@@ -179,7 +186,8 @@ class Writer:
         self._count(bytes(status for status in statuses[: len(found)] if status != Status.STORED))
         return m.Reserved(bytes(statuses), segments, offsets, self._pool.num_given_back)
 
-    def commit(self, message: m.Commit) -> m.Saved:
+    @answers(m.Commit)
+    def commit(self, message: m.Commit, _deadline_s: float) -> m.Saved:
         """Publish reserved blocks with the checksums that the client has computed."""
         sums = m.split_sums(message.sums)
         reserved, self._reserved = self._reserved, []

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tools import wire_header
 
 from ems import keys
 from ems.wire import messages as m
@@ -199,6 +200,16 @@ def test_frames_are_the_bytes_of_version_1():
     """Agents and SDKs of other versions depend on these bytes."""
     head = "454d5331010e00000700000000000000f401000024000000fbe3a446"
     assert FrameWriter().encode(m.Load(bytes(32), True), 7, 500).hex() == head + "92c420" + "00" * 32 + "c3"
+
+
+def test_cpp_has_the_messages_of_python():
+    assert wire_header.HEADER.read_text() == wire_header.header(), "make golden"
+
+
+def test_a_number_is_one_message():
+    with pytest.raises(TypeError, match="Late has the number of Ping"):
+        type("Late", (m.Message,), {"OP": m.Ping.OP})
+    assert m.MESSAGES[m.Ping.OP] is m.Ping
 
 
 IDENTITY = keys.Identity("m", "vllm", "MHA", 1, 1, 0, 0)

@@ -39,14 +39,14 @@ class DirectSaving {
         std::vector<uint8_t*> targets(num);
         const EmsSegment* last = nullptr;
         for (size_t i = 0; i < num; i++) {
-            last = find(save_.mapped, save_.num_mapped, line_.segments[i], last);
+            last = find(save_.mapped, save_.num_mapped, line_.reserved.segments[i], last);
             if (last == nullptr) {
                 return kUnmapped;
             }
-            if (!is_within(*last, line_.offsets[i], size_of(i))) {
+            if (!is_within(*last, line_.reserved.offsets[i], size_of(i))) {
                 return kOutside;
             }
-            targets[i] = const_cast<uint8_t*>(last->memory) + line_.offsets[i];
+            targets[i] = const_cast<uint8_t*>(last->memory) + line_.reserved.offsets[i];
         }
         if (!write(targets)) {
             return ETIMEDOUT;
@@ -59,24 +59,20 @@ class DirectSaving {
     int reserve() {
         const int64_t start = save_.num_done, num = std::min(save_.num - start, kMaxKeys);
         const uint8_t* before = start > 0 ? save_.plan->keys + (start - 1) * kKeyBytes : save_.parent;
-        FrameWriter& request = line_.begin(kReserve, 3);
-        request.bytes(save_.plan->keys + start * kKeyBytes, num * kKeyBytes);
-        request.integers(save_.plan->sizes + start, num);
-        request.bytes(before, before != nullptr ? kKeyBytes : 0);
-        Frame frame{};
-        int problem = line_.send();
-        problem = problem != 0 ? problem : line_.receive(kReserved, frame);
-        return problem == 0 && !read(frame, static_cast<size_t>(num)) ? line_.unexpected(frame) : problem;
+        const int64_t* sizes = save_.plan->sizes + start;
+        const Reserve request{{save_.plan->keys + start * kKeyBytes, num * kKeyBytes},
+                              {sizes, sizes + num},
+                              {before, before != nullptr ? kKeyBytes : 0}};
+        const int problem = line_.call(request, line_.reserved);
+        return problem == 0 && !keep(static_cast<size_t>(num)) ? line_.unexpected() : problem;
     }
 
-    bool read(const Frame& frame, size_t num) {
-        BodyReader body = frame.body();
-        size_t num_statuses;
-        const uint8_t* statuses = body.bytes(num_statuses);
-        body.integers(line_.segments);
-        body.integers(line_.offsets);
-        save_.num_given_back = body.integer(0);
-        if (!body.is_good(1) || num_statuses != num || line_.segments.size() != num || line_.offsets.size() != num ||
+    // Keeps the answer; false = it does not fit the request.
+    bool keep(size_t num) {
+        Reserved& reserved = line_.reserved;
+        const auto [statuses, num_statuses] = reserved.statuses;
+        save_.num_given_back = reserved.num_given_back;
+        if (num_statuses != num || reserved.segments.size() != num || reserved.offsets.size() != num ||
             !are_known(statuses, num)) {
             return false;
         }
@@ -86,11 +82,11 @@ class DirectSaving {
             if (statuses[i] == kStored) {
                 const size_t to = line_.numbers.size();
                 line_.numbers.push_back(static_cast<int64_t>(i));
-                line_.segments[to] = line_.segments[i];
-                line_.offsets[to] = line_.offsets[i];
+                reserved.segments[to] = reserved.segments[i];
+                reserved.offsets[to] = reserved.offsets[i];
             }
         }
-        save_.segments = line_.segments.data();
+        save_.segments = reserved.segments.data();
         save_.num_found = static_cast<int64_t>(line_.numbers.size());
         return true;
     }
@@ -119,19 +115,13 @@ class DirectSaving {
     }
 
     int commit() {
-        FrameWriter& request = line_.begin(kCommit, 1);
-        request.bytes(reinterpret_cast<const uint8_t*>(line_.sums.data()), line_.sums.size() * sizeof(Sum));
-        Frame frame{};
-        int problem = line_.send();
-        problem = problem != 0 ? problem : line_.receive(kSaved, frame);
-        if (problem != 0) {
+        Saved saved;
+        if (const int problem = line_.call(Commit{{line_.sums.data(), line_.sums.size() * sizeof(Sum)}}, saved)) {
             return problem;
         }
-        BodyReader body = frame.body();
-        size_t num;
-        const uint8_t* statuses = body.bytes(num);
-        if (!body.is_good() || num != line_.numbers.size() || !are_known(statuses, num)) {
-            return line_.unexpected(frame);
+        const auto [statuses, num] = saved.statuses;
+        if (num != line_.numbers.size() || !are_known(statuses, num)) {
+            return line_.unexpected();
         }
         for (size_t i = 0; i < num; i++) {
             line_.statuses[line_.numbers[i]] = statuses[i];

@@ -7,8 +7,6 @@
 namespace {
 
 using ems::Exchange;
-using ems::Frame;
-using ems::FrameWriter;
 using ems::kOutside;
 using ems::kUnmapped;
 using ems::Sum;
@@ -38,14 +36,14 @@ class Loading {
         }
         std::vector<const uint8_t*> sources(static_cast<size_t>(load_.num_found));
         for (int64_t i = 0; i < load_.num_found; i++) {
-            last_ = ems::find(load_.mapped, load_.num_mapped, line_.segments[i], last_);
+            last_ = ems::find(load_.mapped, load_.num_mapped, line_.found.segments[i], last_);
             if (last_ == nullptr) {
                 return kUnmapped;
             }
-            if (!ems::is_within(*last_, line_.offsets[i], line_.lengths[i])) {
+            if (!ems::is_within(*last_, line_.found.offsets[i], line_.found.lengths[i])) {
                 return kOutside;
             }
-            sources[i] = last_->memory + line_.offsets[i];
+            sources[i] = last_->memory + line_.found.offsets[i];
         }
         if (const int problem = copy(sources)) {
             return problem;
@@ -60,37 +58,31 @@ class Loading {
     static constexpr int64_t kReleaseNs = 100'000'000;  // time to release the lease even if the deadline has passed
 
     int ask() {
-        FrameWriter& request = line_.begin(load_.found != nullptr ? ems::kPick : ems::kLoad, 2);
-        request.bytes(load_.plan->keys + load_.first * ems::kKeyBytes, load_.num * ems::kKeyBytes);
-        request.boolean(load_.is_local != 0);
-        Frame frame{};
-        int problem = line_.send();
-        problem = problem != 0 ? problem : line_.receive(ems::kFound, frame);
-        return problem == 0 && !read(frame) ? line_.unexpected(frame) : problem;
+        const ems::Bytes keys{load_.plan->keys + load_.first * ems::kKeyBytes, load_.num * ems::kKeyBytes};
+        const bool is_local = load_.is_local != 0;
+        const int problem = load_.found != nullptr ? line_.call(ems::Pick{keys, is_local}, line_.found)
+                                                   : line_.call(ems::Load{keys, is_local}, line_.found);
+        return problem == 0 && !keep() ? line_.unexpected() : problem;
     }
 
-    bool read(const Frame& frame) {
-        ems::BodyReader body = frame.body();
-        size_t num_sums;
-        load_.lease = body.integer();
-        body.integers(line_.segments);
-        body.integers(line_.offsets);
-        body.integers(line_.lengths);
-        const uint8_t* sums = body.bytes(num_sums);
-        load_.cause = body.integer();
-        load_.num_given_back = body.integer(0);
-        const size_t num = line_.segments.size(), most = static_cast<size_t>(load_.num);
+    // Keeps the answer; false = it does not fit the request.
+    bool keep() {
+        const ems::Found& found = line_.found;
+        load_.lease = found.lease;
+        load_.cause = found.cause;
+        load_.num_given_back = found.num_given_back;
+        const size_t num = found.segments.size(), most = static_cast<size_t>(load_.num);
         const bool is_whole =
-            line_.offsets.size() == num && line_.lengths.size() == num && num_sums == num * sizeof(Sum);
-        if (!body.is_good(1) || !is_whole || num > most || (load_.found != nullptr && num != most)) {
+            found.offsets.size() == num && found.lengths.size() == num && found.sums.size == num * sizeof(Sum);
+        if (!is_whole || num > most || (load_.found != nullptr && num != most)) {
             return false;
         }
         line_.sums.resize(num);
         if (num > 0) {
-            std::memcpy(line_.sums.data(), sums, num_sums);
+            std::memcpy(line_.sums.data(), found.sums.data, found.sums.size);
         }
         load_.num_found = load_.found != nullptr ? keep_found() : static_cast<int64_t>(num);
-        load_.segments = line_.segments.data();
+        load_.segments = found.segments.data();
         return true;
     }
 
@@ -99,15 +91,15 @@ class Loading {
         std::vector<int64_t>& numbers = line_.numbers;
         numbers.clear();
         for (int64_t i = 0; i < load_.num; i++) {
-            if (line_.lengths[i] == 0) {
+            if (line_.found.lengths[i] == 0) {
                 load_.found[i] = kMissing;
                 continue;
             }
             const size_t to = numbers.size();
             numbers.push_back(i);
-            line_.segments[to] = line_.segments[i];
-            line_.offsets[to] = line_.offsets[i];
-            line_.lengths[to] = line_.lengths[i];
+            line_.found.segments[to] = line_.found.segments[i];
+            line_.found.offsets[to] = line_.found.offsets[i];
+            line_.found.lengths[to] = line_.found.lengths[i];
             line_.sums[to] = line_.sums[i];
         }
         return static_cast<int64_t>(numbers.size());
@@ -123,8 +115,8 @@ class Loading {
         std::vector<std::atomic<uint8_t>> marks(sources.size());
         std::atomic<int64_t> num_good{0};  // number of blocks before the first that is not known to be good
         std::atomic<bool> is_late{false};
-        const auto ends = line_.lengths.begin() + load_.num_found;
-        const int64_t bytes = std::accumulate(line_.lengths.begin(), ends, int64_t{0});
+        const auto ends = line_.found.lengths.begin() + load_.num_found;
+        const int64_t bytes = std::accumulate(line_.found.lengths.begin(), ends, int64_t{0});
         const bool is_each = load_.found != nullptr;
         ems::Second::share(load_.num_found, bytes, [&](int64_t i) {
             is_late = is_late || ems::now_ns() > line_.deadline_ns;
@@ -159,7 +151,7 @@ class Loading {
     bool verify(const std::vector<const uint8_t*>& sources, std::vector<std::atomic<uint8_t>>& marks, int64_t i) const {
         const auto size = static_cast<size_t>(sizes_[number(i)]);
         const bool is_good =
-            line_.lengths[i] == sizes_[number(i)] && ems::sum_of(*load_.xxh3, sources[i], size) == line_.sums[i];
+            line_.found.lengths[i] == sizes_[number(i)] && ems::sum_of(*load_.xxh3, sources[i], size) == line_.sums[i];
         uint8_t unknown = kUnknown;
         marks[i].compare_exchange_strong(unknown, is_good ? kGood : kDamaged);
         return is_good;
@@ -195,10 +187,7 @@ class Loading {
         }
         const int64_t deadline_ns = line_.deadline_ns;
         line_.deadline_ns = std::max(deadline_ns, ems::now_ns() + kReleaseNs);
-        FrameWriter& request = line_.begin(ems::kRelease, 2);
-        request.integer(load_.lease);
-        request.integer(load_.corrupt);
-        const int problem = line_.send();
+        const int problem = line_.send(ems::Release{load_.lease, load_.corrupt});
         line_.deadline_ns = deadline_ns;
         return problem;
     }
@@ -268,38 +257,34 @@ class Saving {
     }
 
     int put(int64_t start, int64_t end, int64_t region, const uint8_t* parent, bool is_last) {
-        std::array<int64_t, kGroupBlocks> offsets;
+        request_.offsets.clear();
         ems::Batch blocks = save_.plan->blocks;
         blocks.edges += start * blocks.num_groups;
         int64_t offset = region * save_.region_bytes;
         for (int64_t i = 0; i < end - start; i++) {
-            offsets[i] = offset;
+            request_.offsets.push_back(offset);
             ems::gather(blocks, i, save_.arena + offset);
             offset += aligned(sizes_[start + i]);
         }
-        FrameWriter& frame = line_.begin(ems::kSave, 7);
-        frame.bytes(save_.plan->keys + start * ems::kKeyBytes, (end - start) * ems::kKeyBytes);
-        frame.integers(offsets.data(), end - start);
-        frame.integers(sizes_ + start, end - start);
-        frame.bytes(parent, parent != nullptr ? ems::kKeyBytes : 0);
-        frame.boolean(save_.write_rcache != 0);
-        frame.boolean(is_last);
-        frame.boolean(save_.is_chain != 0);
+        request_.keys = {save_.plan->keys + start * ems::kKeyBytes, (end - start) * ems::kKeyBytes};
+        request_.lengths.assign(sizes_ + start, sizes_ + end);
+        request_.parent = {parent, parent != nullptr ? ems::kKeyBytes : 0};
+        request_.write_rcache = save_.write_rcache != 0;
+        request_.is_last = is_last;
+        request_.is_chain = save_.is_chain != 0;
         num_waiting_++;
-        return line_.send();
+        return line_.send(request_);
     }
 
     int collect() {
-        Frame frame{};
-        if (const int problem = line_.receive(ems::kSaved, frame)) {
+        ems::Saved saved;
+        if (const int problem = line_.receive(saved)) {
             return problem;
         }
         num_waiting_--;
-        ems::BodyReader body = frame.body();
-        size_t num;
-        const uint8_t* statuses = body.bytes(num);
-        if (!body.is_good() || num > static_cast<size_t>(save_.num - save_.num_done) || !ems::are_known(statuses, num)) {
-            return line_.unexpected(frame);
+        const auto [statuses, num] = saved.statuses;
+        if (num > static_cast<size_t>(save_.num - save_.num_done) || !ems::are_known(statuses, num)) {
+            return line_.unexpected();
         }
         for (size_t i = 0; i < num; i++) {
             ems::count(save_, statuses[i]);
@@ -309,6 +294,7 @@ class Saving {
 
     EmsSave& save_;
     Exchange& line_;
+    ems::Save request_;
     const int64_t* sizes_;
     int64_t num_waiting_ = 0;
 };
@@ -329,19 +315,14 @@ int ems_line_exists(EmsLine* line, const uint8_t* keys, int64_t num, int is_loca
     *count = 0;
     for (int64_t start = 0, part; start < num; start += part) {
         part = std::min(num - start, ems::kMaxKeys);
-        FrameWriter& request = exchange.begin(ems::kExists, 2);
-        request.bytes(keys + start * ems::kKeyBytes, part * ems::kKeyBytes);
-        request.boolean(is_local != 0);
-        Frame frame{};
-        int problem = exchange.send();
-        problem = problem != 0 ? problem : exchange.receive(ems::kCount, frame);
-        if (problem != 0) {
+        ems::Count answer;
+        const ems::Bytes asked{keys + start * ems::kKeyBytes, static_cast<size_t>(part) * ems::kKeyBytes};
+        if (const int problem = exchange.call(ems::Exists{asked, is_local != 0}, answer)) {
             return problem;
         }
-        ems::BodyReader body = frame.body();
-        const int64_t found = body.integer();
-        if (!body.is_good() || found < 0 || found > part) {
-            return exchange.unexpected(frame);
+        const int64_t found = answer.count;
+        if (found < 0 || found > part) {
+            return exchange.unexpected();
         }
         *count += found;
         if (found < part) {

@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "plan.hpp"
-#include "wire.hpp"
+#include "messages.hpp"
 
 namespace {
 

@@ -6,9 +6,11 @@ namespace pool {
 
 // Answers one status per key, in order, with the memory where it is kStored. Keys after the first one without room are
 // not tried. Blocks that are here already are pinned until the batch ends.
-bool Serving::reserve(const ems::Frame& frame) {
-    const ToReserve wanted(frame);
-    if (!wanted.is_good || terms_.can_save == 0 || terms_.is_direct == 0) {
+bool Serving::answer(const ems::Frame& frame, const ems::Reserve& wanted) {
+    const Keys keys(wanted.keys);
+    const bool is_good = keys.are_good && keys.have(wanted.lengths) && is_parent(wanted.parent) &&
+                         std::all_of(wanted.lengths.begin(), wanted.lengths.end(), is_block);
+    if (!is_good || terms_.can_save == 0 || terms_.is_direct == 0) {
         return false;
     }
     if (has_ended_) {
@@ -17,12 +19,13 @@ bool Serving::reserve(const ems::Frame& frame) {
     const size_t num = wanted.lengths.size();
     std::vector<uint8_t> statuses(num), is_rcache(num);
     std::vector<Id> ids(num, kNone);
-    std::vector<int64_t> segments(num), offsets(num);
+    ems::Reserved told;
+    told.segments.resize(num), told.offsets.resize(num);
     const int64_t segment_bytes = handle_->pool.memory.segment_bytes;
     size_t done = 0;
     while (done < num && (done == 0 || is_success(statuses[done - 1]))) {
         Save part{};
-        part.keys = wanted.keys + done;
+        part.keys = keys.at + done;
         part.lengths = wanted.lengths.data() + done;
         part.is_rcache = is_rcache.data() + done;
         part.num = std::min<int64_t>(kKeysAtOnce, static_cast<int64_t>(num - done));
@@ -36,17 +39,17 @@ bool Serving::reserve(const ems::Frame& frame) {
             statuses[done] = each.status;
             if (each.status == kStored) {
                 const auto offset = static_cast<int64_t>(each.offset);
-                segments[done] = offset / segment_bytes;
-                offsets[done] = offset % segment_bytes;
-                const Key* before = done > 0 ? wanted.keys + done - 1 : wanted.parent;
-                reserved_.push_back({wanted.keys[done], before != nullptr ? *before : Key{}, before != nullptr, each.offset,
+                told.segments[done] = offset / segment_bytes;
+                told.offsets[done] = offset % segment_bytes;
+                const Key* before = done > 0 ? keys.at + done - 1 : parent_in(wanted.parent);
+                reserved_.push_back({keys.at[done], before != nullptr ? *before : Key{}, before != nullptr, each.offset,
                                      static_cast<uint32_t>(wanted.lengths[done])});
             } else if (each.status == kDuplicate) {
                 batch_.push_back(each.id);
                 handle_->glance.counts.add_saved(&statuses[done], 1);
             } else {
                 const uint32_t slot = slot_bytes(static_cast<uint32_t>(wanted.lengths[done]));
-                statuses[done] = static_cast<uint8_t>(callbacks_.refuse(&wanted.keys[done], slot));
+                statuses[done] = static_cast<uint8_t>(callbacks_.refuse(&keys.at[done], slot));
                 handle_->glance.counts.add_saved(&statuses[done], 1);
             }
             done++;
@@ -56,21 +59,16 @@ bool Serving::reserve(const ems::Frame& frame) {
         std::fill(statuses.begin() + static_cast<int64_t>(done), statuses.end(), statuses[done - 1]);
     }
     has_reserved_ = is_in_batch_ = true;
-    out_.begin(ems::kReserved, frame.header.request_id, 0, 4);
-    out_.bytes(statuses.data(), statuses.size());
-    out_.integers(segments.data(), num);
-    out_.integers(offsets.data(), num);
-    out_.integer(static_cast<int64_t>(handle_->glance.num_given_back));
-    out_.end();
+    told.statuses = {statuses.data(), statuses.size()};
+    told.num_given_back = static_cast<int64_t>(handle_->glance.num_given_back);
+    say(frame, told);
     return true;
 }
 
 // Publishes the reserved blocks in order with the client's checksums; frees the memory of those that have none.
-bool Serving::commit(const ems::Frame& frame) {
-    ems::BodyReader body = frame.body();
-    size_t size;
-    const uint8_t* sums = body.bytes(size);
-    if (!has_reserved_ || !body.is_good() || size % sizeof(Sum) != 0) {
+bool Serving::answer(const ems::Frame& frame, const ems::Commit& written) {
+    const auto [sums, size] = written.sums;
+    if (!has_reserved_ || size % sizeof(Sum) != 0) {
         return false;
     }
     const size_t num = std::min(size / sizeof(Sum), reserved_.size());
@@ -102,9 +100,7 @@ bool Serving::commit(const ems::Frame& frame) {
     handle_->glance.counts.add_saved(statuses.data(), num);
     has_ended_ = true;
     is_in_batch_ = false;
-    out_.begin(ems::kSaved, frame.header.request_id, 0, 1);
-    out_.bytes(statuses.data(), num);
-    out_.end();
+    say(frame, ems::Saved{{statuses.data(), num}});
     return true;
 }
 

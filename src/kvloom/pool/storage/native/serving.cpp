@@ -4,7 +4,6 @@ namespace pool {
 
 namespace {
 
-using ems::BodyReader;
 using ems::Frame;
 
 constexpr int64_t kSendNs = int64_t{10} * 1000000000;  // time limit for sending answers; then the client counts as gone
@@ -28,7 +27,7 @@ int Serving::next(uint64_t valid_at, Frame& frame) {
             return problem;
         }
         is_unchecked_ = problem == 0 && terms_.keyring_version->load() != valid_at;
-        if (problem == 0 && frame.header.op == ems::kReserve) {
+        if (problem == 0 && frame.header.op == ems::Reserve::kOp) {
             drop_reserved();  // whoever answers
         }
         const bool is_ours = problem == 0 && !is_unchecked_ && answer(frame);
@@ -62,39 +61,32 @@ int Serving::flush() {
     return problem;
 }
 
-// Handles a request; false = it is left to Python.
 bool Serving::answer(const Frame& frame) {
     is_held_ = false;
     switch (frame.header.op) {
-        case ems::kSave:
-            return save(frame);
-        case ems::kReserve:
-            return reserve(frame);
-        case ems::kCommit:
-            return commit(frame);
-        case ems::kLoad:
-            return load(frame);
-        case ems::kPick:
-            return pick(frame);
-        case ems::kExists:
-            return exists(frame);
-        case ems::kHas:
-            return has(frame);
-        case ems::kRelease:
-            return release(frame);
-        case ems::kPing:
-            out_.begin(ems::kDone, frame.header.request_id, 0, 0);
-            out_.end();
-            return true;
+#define ANSWER(Request)                                      \
+    case ems::Request::kOp: {                                \
+        ems::Request request;                                \
+        return frame.read(request) && answer(frame, request); \
+    }
+        EMS_NATIVE_REQUESTS(ANSWER)
+#undef ANSWER
         default:
             return false;
     }
 }
 
+bool Serving::answer(const Frame& frame, const ems::Ping&) {
+    say(frame, ems::Done{});
+    return true;
+}
+
 // Answers one status per key, in order. The batch's keys after the first one without room are not tried.
-bool Serving::save(const Frame& frame) {
-    const ToSave wanted(frame);
-    if (!wanted.is_good || terms_.can_save == 0 || arena_ == nullptr || !wanted.is_within(arena_bytes_)) {
+bool Serving::answer(const Frame& frame, const ems::Save& wanted) {
+    const Keys keys(wanted.keys);
+    const bool is_good =
+        keys.are_good && keys.have(wanted.offsets) && keys.have(wanted.lengths) && is_parent(wanted.parent);
+    if (!is_good || terms_.can_save == 0 || arena_ == nullptr || !is_within(wanted, arena_bytes_)) {
         return false;
     }
     const size_t num = wanted.lengths.size();
@@ -108,8 +100,8 @@ bool Serving::save(const Frame& frame) {
     std::transform(offsets.begin(), offsets.end(), areas.begin(), [&](int64_t at) { return arena_ + at; });
     size_t done = 0;
     while (done < num && is_success(last_status_)) {
-        const Key* before = done > 0 ? wanted.keys + done - 1 : wanted.parent;
-        Save part{wanted.keys + done,
+        const Key* before = done > 0 ? keys.at + done - 1 : parent_in(wanted.parent);
+        Save part{keys.at + done,
                   wanted.lengths.data() + done,
                   is_rcache.data() + done,
                   areas.data() + done,
@@ -134,11 +126,9 @@ bool Serving::save(const Frame& frame) {
     std::fill(statuses.begin() + static_cast<int64_t>(done), statuses.end(), last_status_);
     has_ended_ = wanted.is_last;
     is_in_batch_ = !wanted.is_last;
-    held_bytes_ += wanted.bytes();
+    held_bytes_ += std::accumulate(wanted.lengths.begin(), wanted.lengths.end(), int64_t{0});
     is_held_ = !wanted.is_last && (held_bytes_ < arena_bytes_ / kHeldShare || ends_batch(stream_));
-    out_.begin(ems::kSaved, frame.header.request_id, 0, 1);
-    out_.bytes(statuses.data(), statuses.size());
-    out_.end();
+    say(frame, ems::Saved{{statuses.data(), statuses.size()}});
     return true;
 }
 
@@ -209,9 +199,9 @@ void Serving::unpin(const std::vector<Id>& ids) {
 }
 
 // Load: pins the longest prefix of the keys that is in the pool, under a lease.
-bool Serving::load(const Frame& frame) {
-    const Asked asked(frame);
-    if (!asked.is_good) {
+bool Serving::answer(const Frame& frame, const ems::Load& asked) {
+    const Keys keys(asked.keys);
+    if (!keys.are_good) {
         return false;
     }
     std::vector<Id> ids;
@@ -219,46 +209,46 @@ bool Serving::load(const Frame& frame) {
     {
         const Held held(handle_);
         Pool& pool = handle_->pool;
-        for (int64_t i = 0; i < asked.num; i++) {
-            const Id id = pool.find_next(asked.keys, i, asked.num);
+        for (int64_t i = 0; i < keys.num; i++) {
+            const Id id = pool.find_next(keys.at, i, keys.num);
             if (id == kNone) {
-                cause = pool.missed(asked.keys[i], asked.num - i);
+                cause = pool.missed(keys.at[i], keys.num - i);
                 break;
             }
             ids.push_back(id);
         }
-        if (static_cast<int64_t>(ids.size()) < asked.num && asks_others(asked.is_local)) {
+        if (static_cast<int64_t>(ids.size()) < keys.num && asks_others(asked.read_local_only)) {
             return false;
         }
         for (Id id : ids) {
             pool.pin(id);
         }
     }
-    handle_->glance.counts.add(static_cast<uint64_t>(asked.num), ids.size(), cause);
+    handle_->glance.counts.add(static_cast<uint64_t>(keys.num), ids.size(), cause);
     say_found(frame, ids, cause);
     return true;
 }
 
 // Pick: pins every key that is in the pool, under one lease; a key that is named twice is pinned twice.
-bool Serving::pick(const Frame& frame) {
-    const Asked asked(frame);
-    if (!asked.is_good) {
+bool Serving::answer(const Frame& frame, const ems::Pick& asked) {
+    const Keys keys(asked.keys);
+    if (!keys.are_good) {
         return false;
     }
-    std::vector<Id> ids(static_cast<size_t>(asked.num));
+    std::vector<Id> ids(static_cast<size_t>(keys.num));
     uint64_t num_found = 0;
     uint8_t cause = 0;
     {
         const Held held(handle_);
         Pool& pool = handle_->pool;
-        for (int64_t i = 0; i < asked.num; i++) {
-            ids[i] = pool.find_next(asked.keys, i, asked.num);
+        for (int64_t i = 0; i < keys.num; i++) {
+            ids[i] = pool.find_next(keys.at, i, keys.num);
             num_found += ids[i] != kNone;
             if (ids[i] == kNone && cause == 0) {
-                cause = pool.missed(asked.keys[i], 1);
+                cause = pool.missed(keys.at[i], 1);
             }
         }
-        if (cause != 0 && asks_others(asked.is_local)) {
+        if (cause != 0 && asks_others(asked.read_local_only)) {
             return false;
         }
         for (Id id : ids) {
@@ -267,7 +257,7 @@ bool Serving::pick(const Frame& frame) {
             }
         }
     }
-    handle_->glance.counts.add(static_cast<uint64_t>(asked.num), num_found, cause);
+    handle_->glance.counts.add(static_cast<uint64_t>(keys.num), num_found, cause);
     say_found(frame, ids, cause);
     return true;
 }
@@ -277,11 +267,11 @@ void Serving::say_found(const Frame& request, const std::vector<Id>& ids, uint8_
     std::vector<Id> pinned;
     std::copy_if(ids.begin(), ids.end(), std::back_inserter(pinned), [](Id id) { return id != kNone; });
     const bool is_lent = !pinned.empty() && !leases_.is_full();
-    const bool is_each = request.header.op == ems::kPick;  // the answer has an entry for every key, found or not
+    const bool is_each = request.header.op == ems::Pick::kOp;  // the answer has an entry for every key, found or not
     const size_t num = is_lent || is_each ? ids.size() : 0;
-    std::vector<int64_t> segments(num), offsets(num), lengths(num);
+    ems::Found found;
+    found.segments.resize(num), found.offsets.resize(num), found.lengths.resize(num);
     std::vector<Sum> sums(num);
-    uint64_t num_given_back;
     {
         const Held held(handle_);
         const Memory& memory = handle_->pool.memory;
@@ -289,42 +279,33 @@ void Serving::say_found(const Frame& request, const std::vector<Id>& ids, uint8_
             if (ids[i] != kNone) {
                 const Entry& entry = handle_->pool.entries[ids[i]];
                 const auto offset = static_cast<int64_t>(entry.offset);
-                segments[i] = offset / memory.segment_bytes;
-                offsets[i] = offset % memory.segment_bytes;
-                lengths[i] = entry.length;
+                found.segments[i] = offset / memory.segment_bytes;
+                found.offsets[i] = offset % memory.segment_bytes;
+                found.lengths[i] = entry.length;
                 sums[i] = entry.sum;
             }
         }
-        num_given_back = memory.num_given_back();
+        found.num_given_back = static_cast<int64_t>(memory.num_given_back());
     }
-    int64_t lease = 0;
     if (is_lent) {
-        lease = leases_.lend(std::move(pinned));
+        found.lease = leases_.lend(std::move(pinned));
     } else if (!pinned.empty()) {
         handle_->glance.counts.add_one(handle_->glance.counts.denied_leases);
         unpin(pinned);
     }
-    out_.begin(ems::kFound, request.header.request_id, 0, 7);
-    out_.integer(lease);
-    out_.integers(segments.data(), num);
-    out_.integers(offsets.data(), num);
-    out_.integers(lengths.data(), num);
-    out_.bytes(sums.data(), num * sizeof(Sum));
-    out_.integer(cause);
-    out_.integer(static_cast<int64_t>(num_given_back));
-    out_.end();
+    found.sums = {sums.data(), num * sizeof(Sum)};
+    found.cause = cause;
+    say(request, found);
 }
 
 // Release: ends a lease. A block that the client reports as corrupt is checked before it is removed.
-bool Serving::release(const Frame& frame) {
-    BodyReader body = frame.body();
-    const int64_t number = body.integer(), corrupt = body.integer(-1);
-    if (!body.is_good(1) || number % 2 == 0) {
+bool Serving::answer(const Frame&, const ems::Release& read) {
+    if (read.lease % 2 == 0) {
         return false;
     }
-    const std::vector<Id> ids = leases_.end(number);
-    if (corrupt >= 0 && corrupt < static_cast<int64_t>(ids.size())) {
-        distrust(ids[static_cast<size_t>(corrupt)]);
+    const std::vector<Id> ids = leases_.end(read.lease);
+    if (read.corrupt >= 0 && read.corrupt < static_cast<int64_t>(ids.size())) {
+        distrust(ids[static_cast<size_t>(read.corrupt)]);
     }
     unpin(ids);
     return true;
@@ -354,46 +335,42 @@ void Serving::distrust(Id id) {
 }
 
 // Exists: answers with the length of the prefix that a load would find; does not count as a use.
-bool Serving::exists(const Frame& frame) {
-    const Asked asked(frame);
-    if (!asked.is_good) {
+bool Serving::answer(const Frame& frame, const ems::Exists& asked) {
+    const Keys keys(asked.keys);
+    if (!keys.are_good) {
         return false;
     }
     int64_t count = 0;
     {
         const Held held(handle_);
-        while (count < asked.num && handle_->pool.find_next(asked.keys, count, asked.num) != kNone) {
+        while (count < keys.num && handle_->pool.find_next(keys.at, count, keys.num) != kNone) {
             count++;
         }
     }
-    if (count < asked.num && asks_others(asked.is_local)) {
+    if (count < keys.num && asks_others(asked.read_local_only)) {
         return false;
     }
-    out_.begin(ems::kCount, frame.header.request_id, 0, 1);
-    out_.integer(count);
-    out_.end();
+    say(frame, ems::Count{count});
     return true;
 }
 
 // Has: answers which of the keys `pick` would find.
-bool Serving::has(const Frame& frame) {
-    const Asked asked(frame);
-    if (!asked.is_good) {
+bool Serving::answer(const Frame& frame, const ems::Has& asked) {
+    const Keys keys(asked.keys);
+    if (!keys.are_good) {
         return false;
     }
-    std::vector<uint8_t> found(static_cast<size_t>(asked.num));
+    std::vector<uint8_t> found(static_cast<size_t>(keys.num));
     {
         const Held held(handle_);
-        for (int64_t i = 0; i < asked.num; i++) {
-            found[i] = handle_->pool.find_next(asked.keys, i, asked.num) != kNone;
+        for (int64_t i = 0; i < keys.num; i++) {
+            found[i] = handle_->pool.find_next(keys.at, i, keys.num) != kNone;
         }
     }
-    if (asks_others(asked.is_local) && std::count(found.begin(), found.end(), 0) > 0) {
+    if (asks_others(asked.read_local_only) && std::count(found.begin(), found.end(), 0) > 0) {
         return false;
     }
-    out_.begin(ems::kPresent, frame.header.request_id, 0, 1);
-    out_.bytes(found.data(), found.size());
-    out_.end();
+    say(frame, ems::Present{{found.data(), found.size()}});
     return true;
 }
 

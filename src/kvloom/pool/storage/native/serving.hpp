@@ -16,93 +16,43 @@ namespace pool {
 constexpr int kUnchecked = -1;  // instead of an errno: the session's key must be checked before the frame is answered
 constexpr int64_t kKeysAtOnce = 64;  // keys handled per hold of the lock, so that other sessions get turns
 
-// The following decode requests from frames. Invalid ones (is_good = false) are left to Python.
+// The keys in the bytes of a message; Python refuses bytes that are not keys, or too many.
+struct Keys {
+    const Key* at;
+    int64_t num;
+    bool are_good;
 
-// The keys of a request, and whether it concerns this node only. Points into the frame.
-struct Asked {
-    const Key* keys = nullptr;
-    int64_t num = 0;
-    bool is_local = false;
-    bool is_good = false;
+    explicit Keys(const ems::Bytes& packed)
+        : at(reinterpret_cast<const Key*>(packed.data)), num(static_cast<int64_t>(packed.size / sizeof(Key))),
+          are_good(packed.size % sizeof(Key) == 0 && num <= ems::kMaxKeys) {}
 
-    explicit Asked(const ems::Frame& frame) {
-        ems::BodyReader body = frame.body();
-        size_t size;
-        keys = reinterpret_cast<const Key*>(body.bytes(size));
-        is_local = body.boolean();
-        num = static_cast<int64_t>(size / sizeof(Key));
-        is_good = body.is_good(1) && size % sizeof(Key) == 0 && num <= ems::kMaxKeys;
-    }
+    bool have(const std::vector<int64_t>& values) const { return static_cast<int64_t>(values.size()) == num; }
 };
 
-// A request to save blocks: their keys, and offsets and lengths in the staging area. Points into the frame.
-struct ToSave {
-    const Key* keys = nullptr;
-    const Key* parent = nullptr;  // the key before the first, or null
-    std::vector<int64_t> offsets;
-    std::vector<int64_t> lengths;
-    bool is_last = true;
-    bool is_chain = true;
-    bool is_good = false;
+// The key before a batch's first one, or null; Python refuses other bytes.
+inline bool is_parent(const ems::Bytes& packed) { return packed.size == 0 || packed.size == sizeof(Key); }
+inline const Key* parent_in(const ems::Bytes& packed) {
+    return packed.size > 0 ? reinterpret_cast<const Key*>(packed.data) : nullptr;
+}
 
-    explicit ToSave(const ems::Frame& frame) {
-        ems::BodyReader body = frame.body();
-        size_t num_keys, num_parent;
-        keys = reinterpret_cast<const Key*>(body.bytes(num_keys));
-        body.integers(offsets);
-        body.integers(lengths);
-        const uint8_t* before = body.bytes(num_parent);
-        parent = num_parent > 0 ? reinterpret_cast<const Key*>(before) : nullptr;
-        body.boolean();  // whether a copy is kept on this node; without other nodes it always is
-        is_last = body.boolean(true);
-        is_chain = body.boolean(true);
-        const size_t num = num_keys / sizeof(Key);
-        is_good = body.is_good(4) && num_keys % sizeof(Key) == 0 && num <= ems::kMaxKeys && offsets.size() == num &&
-                  lengths.size() == num && (num_parent == 0 || num_parent == sizeof(Key));
-    }
+inline bool is_block(int64_t length) { return length > 0 && length <= ems::kMaxBlockBytes; }
 
-    int64_t bytes() const { return std::accumulate(lengths.begin(), lengths.end(), int64_t{0}); }
-
-    bool is_within(int64_t arena_bytes) const {
-        for (size_t i = 0; i < lengths.size(); i++) {
-            if (lengths[i] <= 0 || lengths[i] > ems::kMaxBlockBytes || offsets[i] < 0 ||
-                offsets[i] > arena_bytes - lengths[i]) {
-                return false;
-            }
+// Whether all blocks are in the staging area.
+inline bool is_within(const ems::Save& wanted, int64_t arena_bytes) {
+    const std::vector<int64_t>&offsets = wanted.offsets, &lengths = wanted.lengths;
+    for (size_t i = 0; i < lengths.size(); i++) {
+        if (!is_block(lengths[i]) || offsets[i] < 0 || offsets[i] > arena_bytes - lengths[i]) {
+            return false;
         }
-        return true;
     }
-};
-
-// A request to reserve memory for blocks that follow one another. Points into the frame.
-struct ToReserve {
-    const Key* keys = nullptr;
-    const Key* parent = nullptr;  // the key before the first, or null
-    std::vector<int64_t> lengths;
-    bool is_good = false;
-
-    explicit ToReserve(const ems::Frame& frame) {
-        ems::BodyReader body = frame.body();
-        size_t num_keys, num_parent;
-        keys = reinterpret_cast<const Key*>(body.bytes(num_keys));
-        body.integers(lengths);
-        const uint8_t* before = body.bytes(num_parent);
-        parent = num_parent > 0 ? reinterpret_cast<const Key*>(before) : nullptr;
-        const size_t num = num_keys / sizeof(Key);
-        const auto is_size = [](int64_t length) { return length > 0 && length <= ems::kMaxBlockBytes; };
-        is_good = body.is_good(1) && num_keys % sizeof(Key) == 0 && num <= ems::kMaxKeys && lengths.size() == num &&
-                  (num_parent == 0 || num_parent == sizeof(Key)) && std::all_of(lengths.begin(), lengths.end(), is_size);
-    }
-};
+    return true;
+}
 
 // Whether the next request has arrived and is the last save of a batch: its client then waits for all answers.
 inline bool ends_batch(const ems::FrameStream& stream) {
     ems::Frame next{};
-    if (!stream.peek(next) || next.header.op != ems::kSave) {
-        return false;
-    }
-    const ToSave wanted(next);
-    return wanted.is_good && wanted.is_last;
+    ems::Save wanted;
+    return stream.peek(next) && next.read(wanted) && wanted.is_last;
 }
 
 // Python functions that a session calls; they take the interpreter lock and do not raise.
@@ -216,17 +166,19 @@ class Serving {
         return has_ended;
     }
 
+    // Handles a request; false = it is left to Python, as are malformed ones. One `answer` for each request whose row
+    // says that C++ answers it.
     bool answer(const ems::Frame& frame);
-    bool save(const ems::Frame& frame);
-    bool reserve(const ems::Frame& frame);
-    bool commit(const ems::Frame& frame);
-    void drop_reserved();
-    bool load(const ems::Frame& frame);
-    bool pick(const ems::Frame& frame);
-    bool exists(const ems::Frame& frame);
-    bool has(const ems::Frame& frame);
-    bool release(const ems::Frame& frame);
+#define DECLARE_ANSWER(Request) bool answer(const ems::Frame& frame, const ems::Request& request);
+    EMS_NATIVE_REQUESTS(DECLARE_ANSWER)
+#undef DECLARE_ANSWER
+
+    template <typename Answer>
+    void say(const ems::Frame& request, const Answer& answer) {
+        out_.add(answer, request.header.request_id);
+    }
     void say_found(const ems::Frame& request, const std::vector<Id>& ids, uint8_t cause);
+    void drop_reserved();
     void store(Save& part);
     template <typename Step>
     void with_memory(Save& part, Step step);
