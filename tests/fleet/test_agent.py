@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from kvloom.contract.errors import ModelError
 from kvloom.fleet import agent
 from kvloom.pool import doctor
+from kvloom.processes import kinds
 from tests.support.waiting import WAIT_S, until
 
 POOL_BYTES = 16 << 20
@@ -20,13 +22,14 @@ def test_an_agent_that_dies_or_hangs_is_started_again(
 ):
     monkeypatch.setenv("EMS_SOCKET", str(tmp_path / "ems.sock"))
     monkeypatch.setattr(agent, "_LOOK_S", WAIT_S)  # the test looks instead
-    monkeypatch.setattr(agent, "_SILENCE_S", 3 * WAIT_S)
+    silent = replace(kinds.AGENT, silence_s=3 * WAIT_S)
+    monkeypatch.setattr(kinds, "AGENT", silent)
     node = agent.NodeAgent(POOL_BYTES)
     try:
         node.look()
         first = node.pid
         os.kill(first or 0, signal.SIGKILL)
-        until(lambda: node._process.poll() is not None)
+        until(lambda: node._program.exit_code is not None)
         with pytest.raises(ModelError, match="the EMS agent was killed by signal 9"):
             node.check()
         with caplog.at_level(logging.ERROR):
@@ -45,5 +48,5 @@ def test_an_agent_that_dies_or_hangs_is_started_again(
         node.close()
     assert [record.message for record in caplog.records] == [
         "the EMS agent was killed by signal 9; it is started again",
-        f"the EMS agent has not answered for {agent._SILENCE_S:g} s, and is started again",
+        f"the EMS agent gave no sign of life for {silent.silence_s:g} s; it is started again",
     ]

@@ -19,7 +19,8 @@ from tests.support.waiting import WAIT_S
 LIFE = """
 import socket, sys, threading, time
 from kvloom.processes.channel import Channel
-from kvloom.images.messages import Alive, Order, PipelineInfo, Progress, Ready, Setup
+from kvloom.contract.lifecycle import Pong, Ready
+from kvloom.images.messages import (Order, PipelineInfo, Progress, Setup)
 from kvloom.processes import inside
 
 inside.begin()
@@ -32,7 +33,7 @@ channel.send(Ready(PipelineInfo("Fake", 8, 8, 8, 1, 77)))
 while True:
     if channel.is_readable(0.02):
         channel.send(Progress(channel.receive().id, 0, 1, 1000))
-    channel.send(Alive())
+    channel.send(Pong())
 """
 KIND = replace(kinds.PAINTER, command=(sys.executable, "-c", LIFE))
 ORDER = Paint(0, "x", "", 8, 8, [1], 1000, None)

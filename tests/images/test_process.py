@@ -12,20 +12,8 @@ from importlib.util import find_spec
 import pytest
 
 from kvloom.contract.errors import BadRequest, GenerationFailed, Overloaded, TimedOut, Unavailable
-from kvloom.images.messages import (
-    Alive,
-    Cancel,
-    Ended,
-    Failed,
-    Paint,
-    Picture,
-    PipelineInfo,
-    Progress,
-    Ready,
-    Report,
-    Sent,
-    Setup,
-)
+from kvloom.contract.lifecycle import Failed, Pong, Ready
+from kvloom.images.messages import Cancel, Ended, Paint, Picture, PipelineInfo, Progress, Report, Sent, Setup
 from kvloom.processes.channel import Channel
 from kvloom.server.serving.pictures.card import PictureCard, Wanted
 from kvloom.server.serving.pictures.service import MAX_WAITING, PictureService
@@ -70,7 +58,7 @@ def channel(pipeline: SlowPipeline) -> Iterator[Channel]:
     ours, theirs = socket.socketpair()
     thread = threading.Thread(target=served, args=(theirs,))
     thread.start()
-    channel = Channel(ours, Ready | Failed)
+    channel = Channel(ours, Ready[PipelineInfo] | Failed)
     channel.send(Setup("/nowhere"))
     assert channel.receive(LIMIT_S) == Ready(INFO)
     channel.expect(Report)
@@ -282,7 +270,7 @@ def test_a_painter_sends_signs_of_life_from_its_start_on():
     thread = threading.Thread(target=line.send_signs)
     thread.start()
     channel = Channel(ours, Sent)
-    assert channel.receive(LIMIT_S) == Alive()
+    assert channel.receive(LIMIT_S) == Pong()
     channel.close()
     thread.join()
     line.close()

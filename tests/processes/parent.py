@@ -102,7 +102,8 @@ def start_embedded_agent() -> None:
 def start_fleet_agent() -> None:
     os.environ["EMS_SOCKET"] = str(Path(tempfile.mkdtemp()) / "ems.sock")
     kept = importlib.import_module("kvloom.fleet.agent")._started(16 << 20)
-    kept.wait()
+    signal.pause()
+    kept.close()
 
 
 def start_engine_host() -> None:

@@ -7,14 +7,13 @@ import msgspec
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.images import Sight
+from kvloom.contract.lifecycle import Failed, Loading, Ready
 from kvloom.contract.messages import (
     AdapterLoaded,
     AdapterRefused,
-    Failed,
     LoadAdapter,
-    Loading,
     Logprob,
-    Ready,
+    RankInfo,
     UnloadAdapter,
 )
 from kvloom.contract.sampling import SamplingParams
@@ -99,4 +98,4 @@ class Figures(msgspec.Struct, array_like=True, tag="figures"):
 
 
 HostOrder = Start | Abort | ResetCache | LoadAdapter | UnloadAdapter
-HostReport = Loading | Ready | Failed | Answers | WasReset | Figures | AdapterLoaded | AdapterRefused
+HostReport = Loading | Ready[RankInfo] | Failed | Answers | WasReset | Figures | AdapterLoaded | AdapterRefused

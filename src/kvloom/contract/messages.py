@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvloom.contract.config import EngineConfig
+from kvloom.contract.lifecycle import Failed, Loading, Ready
 from kvloom.contract.sampling import SamplingParams
 
 Progress = Callable[[int, int], None]  # called with bytes loaded so far, and bytes in all
@@ -244,25 +245,6 @@ class RankSetup(msgspec.Struct, array_like=True):
     rendezvous: str = ""  # a file where the ranks of one model meet
 
 
-class Loading(msgspec.Struct, array_like=True, tag="loading"):
-    """Progress of loading the weights."""
-
-    done_bytes: int
-    total_bytes: int
-
-
-class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The model is loaded; orders may be sent."""
-
-    info: RankInfo
-
-
-class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """The model cannot be loaded, or a step raised; the rank ends after this message."""
-
-    error: str
-
-
 class Done(msgspec.Struct, array_like=True, tag="done"):
     """Answers one Batch."""
 
@@ -283,7 +265,7 @@ class AdapterRefused(msgspec.Struct, array_like=True, tag="refused"):
 
 
 RankOrder = Batch | LoadAdapter | UnloadAdapter  # to a rank, after its RankSetup
-RankMessage = Loading | Ready | Failed | Done | AdapterLoaded | AdapterRefused  # from a rank
+RankMessage = Loading | Ready[RankInfo] | Failed | Done | AdapterLoaded | AdapterRefused  # from a rank
 
 
 class Runner(Protocol):

@@ -17,20 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from kvloom.contract.errors import BadRequest, ModelError
-from kvloom.images.messages import (
-    SIGN_S,
-    Alive,
-    Cancel,
-    Cancelled,
-    Ended,
-    Failed,
-    Order,
-    Paint,
-    Picture,
-    Progress,
-    Ready,
-    Setup,
-)
+from kvloom.contract.lifecycle import Failed, Pong, Ready
+from kvloom.images.messages import SIGN_S, Cancel, Cancelled, Ended, Order, Paint, Picture, Progress, Setup
 from kvloom.processes import childlog, inside
 from kvloom.processes.channel import Channel
 from kvloom.processes.frames import frame
@@ -55,7 +43,7 @@ class Line(Channel):
 
     def send_signs(self) -> None:
         """Send a sign of life now and then, until the server is gone. Never waits for the server to read."""
-        sign = frame(msgspec.msgpack.encode(Alive()))
+        sign = frame(msgspec.msgpack.encode(Pong()))
         with suppress(OSError):
             while True:
                 with self._sending, suppress(BlockingIOError):

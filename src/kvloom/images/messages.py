@@ -1,13 +1,15 @@
-"""Messages between a server and the process of a text-to-image model, as MessagePack in frames."""
+"""Messages between a server and the process of a text-to-image model, as MessagePack arrays in frames."""
 
 from typing import Literal, TypeAlias
 
 import msgspec
 
+from kvloom.contract.lifecycle import Failed, Pong, Ready
+
 Format: TypeAlias = Literal["png", "jpeg", "webp"]
 
 
-class Setup(msgspec.Struct, frozen=True, tag=True):
+class Setup(msgspec.Struct, array_like=True, frozen=True, tag="setup"):
     """The first order. `dtype`: of the weights, in the configuration's terms; auto = what the device computes best."""
 
     path: str
@@ -16,7 +18,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     cores: list[int] = []  # CPU cores that it may run on; empty = all
 
 
-class Paint(msgspec.Struct, frozen=True, tag=True):
+class Paint(msgspec.Struct, array_like=True, frozen=True, tag="paint"):
     """One picture for each seed, one after the other, so that each seed gives the same picture as by itself.
 
     `steps` and `guidance`: None = the pipeline's own. For each picture `num_partials` unfinished ones are sent first.
@@ -35,7 +37,7 @@ class Paint(msgspec.Struct, frozen=True, tag=True):
     num_partials: int = 0
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True):
+class Cancel(msgspec.Struct, array_like=True, frozen=True, tag="cancel"):
     """End the order after the current denoising step. An order that has ended already is ignored."""
 
     id: int
@@ -48,7 +50,7 @@ class Cancelled(Exception):
 Order: TypeAlias = Paint | Cancel
 
 
-class PipelineInfo(msgspec.Struct, frozen=True):
+class PipelineInfo(msgspec.Struct, array_like=True, frozen=True):
     """Properties of a loaded pipeline. Sizes in pixels."""
 
     kind: str  # the class named in model_index.json
@@ -59,19 +61,7 @@ class PipelineInfo(msgspec.Struct, frozen=True):
     max_prompt_tokens: int
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The pipeline is loaded."""
-
-    info: PipelineInfo
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The pipeline cannot be loaded; the process ends."""
-
-    error: str
-
-
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class Progress(msgspec.Struct, array_like=True, frozen=True, tag="progress"):
     """`step` of the `num_steps` denoising steps of a picture is done."""
 
     id: int
@@ -80,7 +70,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     num_steps: int
 
 
-class Picture(msgspec.Struct, frozen=True, tag=True):
+class Picture(msgspec.Struct, array_like=True, frozen=True, tag="picture"):
     """An image file in the format asked for. `partial`: number of an unfinished picture; None = finished."""
 
     id: int
@@ -90,7 +80,7 @@ class Picture(msgspec.Struct, frozen=True, tag=True):
     num_prompt_tokens: int = 0
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class Ended(msgspec.Struct, array_like=True, frozen=True, tag="ended"):
     """The last message of an order. `error`: why it failed; `field`: the field at fault, "" if none is."""
 
     id: int
@@ -99,11 +89,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     field: str = ""
 
 
-class Alive(msgspec.Struct, frozen=True, tag=True):
-    """A sign of life, sent every SIGN_S from the start on, also while a pipeline is loaded and during a step."""
-
-
-SIGN_S = 1.0
+SIGN_S = 1.0  # seconds between two Pongs, from the start on, also while a pipeline is loaded and during a step
 Report: TypeAlias = Progress | Picture | Ended
-Sent: TypeAlias = Report | Alive
-Loaded: TypeAlias = Ready | Failed | Alive
+Sent: TypeAlias = Report | Pong
+Loaded: TypeAlias = Ready[PipelineInfo] | Failed | Pong

@@ -12,8 +12,9 @@ from typing import Protocol
 import msgspec
 
 from kvloom.contract.errors import BadRequest, GenerationFailed, ModelError, ServingError, Unavailable
+from kvloom.contract.lifecycle import Failed, Pong, Ready
 from kvloom.images.files import check_pipeline
-from kvloom.images.messages import Alive, Cancel, Ended, Failed, Loaded, Paint, PipelineInfo, Ready, Report, Sent, Setup
+from kvloom.images.messages import Cancel, Ended, Loaded, Paint, PipelineInfo, Report, Sent, Setup
 from kvloom.processes import kinds
 from kvloom.processes.channel import Channel
 from kvloom.processes.child import Child, Died, Kind, starting
@@ -131,12 +132,12 @@ class PictureProcess:
             raise ModelError(loaded.error)
         return loaded.info
 
-    def _loaded(self, channel: Channel) -> Ready | Failed:
+    def _loaded(self, channel: Channel) -> Ready[PipelineInfo] | Failed:
         """The first message that is no sign of life. Raises Died when none comes for too long."""
         try:
             while True:
                 loaded: Loaded = channel.receive(self.kind.silence_s)
-                if not isinstance(loaded, Alive):
+                if not isinstance(loaded, Pong):
                     return loaded
         except TimeoutError:
             raise Died(self.kind.silent) from None
@@ -160,7 +161,7 @@ class PictureProcess:
             try:
                 while True:
                     sent: Sent = await self._channel.receive(self.kind.silence_s)
-                    if not isinstance(sent, Alive):
+                    if not isinstance(sent, Pong):
                         self._deliver(sent)
             except EOFError:
                 pass

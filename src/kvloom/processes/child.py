@@ -1,4 +1,7 @@
-"""Child: a process that this one starts, speaks to, watches and ends. Its side begins with `inside.begin`."""
+"""Child: a process that this one starts, speaks to, watches and ends. Its side begins with `inside.begin`.
+
+A Program is one that is not spoken to through a socket of its own.
+"""
 
 import contextlib
 import fcntl
@@ -47,6 +50,7 @@ class Kind:
     environ: Mapping[str, str] = field(default_factory=dict)  # besides this process's
     socket: int = SOCK_STREAM  # type of the socket; SOCK_SEQPACKET where descriptors go with messages
     imports: str = ""  # of its template, if it may have one: modules, the program's own first
+    is_quiet: bool = False  # what it writes to standard output goes nowhere
 
     @property
     def silent(self) -> str:
@@ -59,37 +63,28 @@ def usual_words(number: int, level: int) -> Sequence[str]:
     return str(number), str(level)
 
 
-class Child:
-    """A running process, and this process's end of its socket. It ends with this process."""
+class Program:
+    """A running process. It ends with this process."""
 
     def __init__(
         self,
         kind: Kind,
         who: str,
-        words: Words = usual_words,
+        words: Sequence[str] = (),
         fds: Sequence[int] = (),
         template: "Template | None" = None,
     ) -> None:
-        """`who`: its name in the log. It inherits `fds` besides its socket. With a template it is forked from that.
-        Raises OSError.
+        """`who`: its name in the log; words: arguments besides the kind's. It inherits `fds`. With a template it is
+        forked from that. Raises OSError.
         """
         self.kind = kind
-        ends = (end.detach() for end in socket.socketpair(socket.AF_UNIX, kind.socket))
-        self.sock, theirs = (socket.socket(fileno=_above_standard(end)) for end in ends)
-        argv = [*kind.command, *words(theirs.fileno(), childlog.level())]
-        with theirs:
-            try:
-                self._process, stderr = _begun(kind, argv, (theirs.fileno(), *fds), template)
-            except BaseException:
-                self.sock.close()
-                raise
+        self._process, stderr = _begun(kind, [*kind.command, *words], fds, template)
         try:
             self._log = childlog.relay(stderr, who)
         except RuntimeError as error:  # the system has no thread for it
             stderr.close()
             self.kill()
             self._process.wait()
-            self.sock.close()
             raise OSError(EAGAIN, str(error)) from None
 
     @property
@@ -109,8 +104,8 @@ class Child:
         self._process.kill()  # it may not lead its group yet
 
     def end(self) -> None:
-        """Wait until it ends, which it does when its socket is closed; kill it, and what is left of its group, after
-        `exit_s`.
+        """Wait until it ends, which a child does when its socket is closed; kill it, and what is left of its group,
+        after `exit_s`.
         """
         self._waited()
         self.kill()
@@ -118,11 +113,16 @@ class Child:
         self._log.join(_LOG_S)
 
     def close(self) -> None:
-        """Close its socket, then `end`."""
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
-        self.sock.close()
+        """Ask it to end (SIGTERM), then `end`."""
+        if self.exit_code is None:
+            os.kill(self.pid, signal.SIGTERM)
         self.end()
+
+    @property
+    def last_line(self) -> str:
+        """What it wrote last, when it has ended; "" if nothing."""
+        self._log.join(_LOG_S)
+        return self._log.last_line
 
     def reason(self) -> str:
         """How it ended, for people. Waits for one that is just ending."""
@@ -132,6 +132,36 @@ class Child:
     def _waited(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self.kind.exit_s)
+
+
+class Child(Program):
+    """A Program, and this process's end of its socket."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        who: str,
+        words: Words = usual_words,
+        fds: Sequence[int] = (),
+        template: "Template | None" = None,
+    ) -> None:
+        """See Program; it inherits its socket too."""
+        ends = (end.detach() for end in socket.socketpair(socket.AF_UNIX, kind.socket))
+        self.sock, theirs = (socket.socket(fileno=_above_standard(end)) for end in ends)
+        with theirs:
+            number = theirs.fileno()
+            try:
+                super().__init__(kind, who, words(number, childlog.level()), (number, *fds), template)
+            except BaseException:
+                self.sock.close()
+                raise
+
+    def close(self) -> None:
+        """Close its socket, then `end`."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+        self.end()
 
 
 class Template:
@@ -247,6 +277,7 @@ def _process(
             argv,
             pass_fds=fds,
             stdin=lifeline(),
+            stdout=subprocess.DEVNULL if kind.is_quiet else None,
             stderr=stderr,
             env={**os.environ, **kind.environ},
             process_group=0 if kind.leads_group else None,

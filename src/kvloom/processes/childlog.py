@@ -25,19 +25,28 @@ def level() -> int:
     return logging.getLogger(_OTHER).getEffectiveLevel()
 
 
-def relay(stream: IO[bytes], who: str) -> threading.Thread:
-    """Starts a thread that logs the stream's lines, prefixed with `who` ("rank 0"), until the stream ends; then closes
-    it.
-    """
-    thread = threading.Thread(target=_relay, args=(stream, who), name=f"log of {who}", daemon=True)
-    thread.start()
-    return thread
+class Relay(threading.Thread):
+    """Logs the stream's lines, prefixed with `who` ("rank 0"), until the stream ends; then closes it."""
+
+    def __init__(self, stream: IO[bytes], who: str) -> None:
+        super().__init__(name=f"log of {who}", daemon=True)
+        self.last_line = ""  # of those that say something
+        self._stream, self._who = stream, who
+
+    def run(self) -> None:
+        """See the class."""
+        with self._stream:
+            for line in iter(lambda: self._stream.readline(_MAX_LINE_BYTES), b""):
+                text = line.decode(errors="replace").rstrip()
+                self.last_line = text.strip() or self.last_line
+                tell(text, self._who)
 
 
-def _relay(stream: IO[bytes], who: str) -> None:
-    with stream:
-        for line in iter(lambda: stream.readline(_MAX_LINE_BYTES), b""):
-            tell(line.decode(errors="replace").rstrip(), who)
+def relay(stream: IO[bytes], who: str) -> Relay:
+    """A Relay that runs."""
+    started = Relay(stream, who)
+    started.start()
+    return started
 
 
 def tell(line: str, who: str) -> None:

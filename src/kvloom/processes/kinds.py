@@ -1,4 +1,8 @@
-"""The kinds of child processes that speak to their parent through a socket: a row each."""
+"""The kinds of child processes: a row each.
+
+Two children have no row: their parents are programs of others, in which kvloom is no package. The Engine API's host is
+started by `engine_api/cpp/process.cpp`, and an app's own EMS agent by `ems/private_agent.py`.
+"""
 
 import sys
 from dataclasses import replace
@@ -10,8 +14,8 @@ _MODEL = "the model process"
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def _python(module: str) -> tuple[str, ...]:
-    return sys.executable, "-m", module
+def _python(*words: str) -> tuple[str, ...]:
+    return sys.executable, "-m", *words
 
 
 RANK = Kind(_MODEL, _python("kvloom.rank.main"))
@@ -37,4 +41,11 @@ PROBER = Kind(
     leads_group=True,
     silence_s=3.0,
     socket=SOCK_SEQPACKET,
+)
+AGENT = Kind(
+    "the EMS agent",
+    _python("kvloom", "pool", "agent", "--ends-with-stdin"),
+    exit_s=10.0,
+    silence_s=30.0,
+    is_quiet=True,
 )

@@ -16,19 +16,17 @@ from kvloom.checkpoints.fingerprint import stamp
 from kvloom.contract.capacity import AHEAD
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError, ServingError
+from kvloom.contract.lifecycle import Failed, Loading, Ready
 from kvloom.contract.messages import (
     AdapterLoaded,
     AdapterRefused,
     Batch,
     Done,
-    Failed,
     LoadAdapter,
-    Loading,
     Progress,
     RankMessage,
     RankOrder,
     RankSetup,
-    Ready,
     Runner,
     UnloadAdapter,
 )

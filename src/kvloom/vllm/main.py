@@ -18,7 +18,7 @@ import uvloop
 
 from kvloom.contract.errors import ServingError
 from kvloom.contract.hosted import HostOrder, HostSetup
-from kvloom.contract.messages import Failed, Ready
+from kvloom.contract.lifecycle import Failed, Ready
 from kvloom.processes import childlog, inside
 from kvloom.processes.loop_channel import LoopChannel
 from kvloom.vllm.arguments import arguments_of

@@ -61,7 +61,7 @@ def run_probe(probe: Path, tmp_path: Path) -> RunProbe:
             "1 the engine's host HOST, of kvloom 9.9, speaks protocol 2, this library 1: install the library of that "
             "kvloom, `kvloom engine install`",
         ),
-        ("leaves", "1 the engine's host HOST ended with exit code 3"),
+        ("leaves", "1 the engine's host HOST exited with 3"),
         ("garbage", "1 the engine's host HOST broke the protocol"),
         ("answers_before_hello", "1 the engine's host HOST broke the protocol"),
         ("refuses", "2 modelWeightPath: is missing"),
@@ -79,13 +79,13 @@ def test_a_host_that_is_not_there_says_so(probe, tmp_path):
 
 @pytest.mark.parametrize(("script", "code"), [("dies_running", 6), ("responds_and_dies", 5)])
 def test_a_request_that_was_accepted_ends_when_the_host_does(run_probe, script, code):
-    why = f"the engine's host HOST ended with exit code {code}"
+    why = f"the engine's host HOST exited with {code}"
     quotas, finalize = f"quotas 1 {why}", f"finalize 1 {why}"
     assert run_probe(script) == ["init 0 ", "forward 0 ", f"first {EXEC_ERROR} 1 {why}", quotas, finalize, "ended 1"]
 
 
 def test_a_request_that_was_not_answered_has_no_response(run_probe):
-    why = "the engine's host HOST ended with exit code 4"
+    why = "the engine's host HOST exited with 4"
     assert run_probe("dies_unanswered") == [
         "init 0 ",
         f"forward 1 {why}",

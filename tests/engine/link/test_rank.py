@@ -6,7 +6,8 @@ import threading
 
 from kvloom.contract.capacity import AHEAD, Ahead
 from kvloom.contract.config import EngineConfig
-from kvloom.contract.messages import Batch, Done, NewSeq, RankMessage, RankSetup, Ready, Transfer, Work
+from kvloom.contract.lifecycle import Ready
+from kvloom.contract.messages import Batch, Done, NewSeq, RankMessage, RankSetup, Transfer, Work
 from kvloom.contract.sampling import SamplingParams
 from kvloom.processes.channel import Channel
 from kvloom.rank import main as rank

@@ -16,7 +16,8 @@ import torch
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.errors import BadRequest, ModelError
-from kvloom.contract.messages import Batch, RankInfo, RankMessage, RankSetup, Ready
+from kvloom.contract.lifecycle import Ready
+from kvloom.contract.messages import Batch, RankInfo, RankMessage, RankSetup
 from kvloom.contract.request import Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine

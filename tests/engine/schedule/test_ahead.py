@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from kvloom.contract.config import EngineConfig, Limits
-from kvloom.contract.messages import Batch, Done, Failed, RankMessage, StepOutput, Work
+from kvloom.contract.lifecycle import Failed
+from kvloom.contract.messages import Batch, Done, RankMessage, StepOutput, Work
 from kvloom.contract.request import Delta, FinishReason, Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine

@@ -11,7 +11,7 @@ import pytest
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.gewu.codes import Code
 from kvloom.gewu.prober.probe import Found
-from kvloom.gewu.protocol.messages import Abort, Job, Listeners, Open, Order, Ready
+from kvloom.gewu.protocol.messages import Abort, Job, Listeners, Open, Order, WorkerInfo
 from kvloom.gewu.protocol.schema import Chat
 from kvloom.gewu.qos import Level
 from kvloom.gewu.service.company import company
@@ -61,7 +61,7 @@ def test_nobody_waits_for_a_suspect_that_may_not_run():
 
 class Host:
     def __init__(self, on: Listeners) -> None:
-        self.info = Ready("fake", 0, 1 << 20, 4096, 4096)
+        self.info = WorkerInfo("fake", 0, 1 << 20, 4096, 4096)
         self.pid, self.held_tokens = None, {}
         self.on = on
         self.jobs: list[Job] = []

@@ -11,16 +11,14 @@ from kvloom.checkpoints.lora import FIELD
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.hosted import HostOrder, HostReport, HostSetup, ResetCache, WasReset
+from kvloom.contract.lifecycle import Failed, Loading, Ready
 from kvloom.contract.messages import (
     AdapterInfo,
     AdapterLoaded,
     AdapterRefused,
-    Failed,
     LoadAdapter,
-    Loading,
     Progress,
     RankInfo,
-    Ready,
     UnloadAdapter,
 )
 from kvloom.engine.link.executor import RankDied

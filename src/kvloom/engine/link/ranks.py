@@ -11,20 +11,18 @@ from typing import Any
 from kvloom.checkpoints.lora import FIELD
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError
+from kvloom.contract.lifecycle import Failed, Loading, Ready
 from kvloom.contract.messages import (
     AdapterInfo,
     AdapterLoaded,
     AdapterRefused,
     Batch,
     Done,
-    Failed,
     LoadAdapter,
-    Loading,
     Progress,
     RankInfo,
     RankMessage,
     RankSetup,
-    Ready,
     StepOutput,
     UnloadAdapter,
 )

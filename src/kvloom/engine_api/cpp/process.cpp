@@ -135,11 +135,11 @@ std::string DescribeEnd(pid_t pid)
     for (const auto deadline = Clock::now() + END_WAIT; Clock::now() < deadline && IsOurs(pid);) {
         if (IsZombie(pid, &info)) {
             const std::string number = std::to_string(info.si_status);
-            return info.si_code == CLD_EXITED ? "ended with exit code " + number : "was killed by signal " + number;
+            return info.si_code == CLD_EXITED ? "exited with " + number : "was killed by signal " + number;
         }
         std::this_thread::sleep_for(POLL_WAIT);
     }
-    return IsOurs(pid) ? "closed its socket" : "has ended";
+    return IsOurs(pid) ? "closed its connection" : "has ended";
 }
 
 void ReapHost(pid_t pid)

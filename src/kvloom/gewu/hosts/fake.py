@@ -7,7 +7,7 @@ import msgspec
 
 from kvloom.contract.errors import ModelError
 from kvloom.gewu.modelfiles import ModelFiles
-from kvloom.gewu.protocol.messages import Abort, Event, Host, Job, Listeners, Open, Order, Ready
+from kvloom.gewu.protocol.messages import Abort, Event, Host, Job, Listeners, Open, Order, WorkerInfo
 
 _MAX_SEQ_LEN = 4096
 _HOLD_S = 0.01  # pause between two turns
@@ -28,7 +28,7 @@ class FakeHost:
     """Implements Host. Every job runs at the full rate; classes make no difference."""
 
     def __init__(self, settings: FakeSettings, setup: Open, on: Listeners) -> None:
-        self.info = Ready("fake", 0, setup.kv_bytes, _MAX_SEQ_LEN, setup.kv_tokens)
+        self.info = WorkerInfo("fake", 0, setup.kv_bytes, _MAX_SEQ_LEN, setup.kv_tokens)
         self.pid: int | None = None
         self.held_tokens: dict[str, int] = {}  # there is no KV cache
         self._settings = settings

@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 
 from kvloom.contract.errors import ModelError
-from kvloom.contract.messages import Failed, Loading
+from kvloom.contract.lifecycle import Failed, Loading, Ping, Pong, Ready
 from kvloom.gewu.modelfiles import ModelFiles
 from kvloom.gewu.protocol.messages import (
     Events,
@@ -17,10 +17,8 @@ from kvloom.gewu.protocol.messages import (
     Listeners,
     Open,
     Order,
-    Ping,
-    Pong,
-    Ready,
     Report,
+    WorkerInfo,
 )
 from kvloom.processes import kinds
 from kvloom.processes.child import Child, Template
@@ -34,7 +32,7 @@ class WorkerHost:
     """Implements Host."""
 
     def __init__(
-        self, child: Child, channel: LoopChannel, info: Ready, on: Listeners, left: Callable[[bool], None]
+        self, child: Child, channel: LoopChannel, info: WorkerInfo, on: Listeners, left: Callable[[bool], None]
     ) -> None:
         """Ends the process when it answers nothing for its kind's `silence_s`. `left` is called once when it
         has died or is closed, and told which.
@@ -138,7 +136,7 @@ class WorkerOpener:
             await _end(child, channel)
             raise
         if isinstance(report, Ready):
-            return WorkerHost(child, channel, report, on, self._left)
+            return WorkerHost(child, channel, report.info, on, self._left)
         await _end(child, channel)
         why = report.error if isinstance(report, Failed) else f"{child.kind.people} broke the protocol"
         raise ModelError(why.replace(setup.model, files.path))

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvloom.contract.messages import Failed, Loading
+from kvloom.contract.lifecycle import Failed, Loading, Ping, Pong, Ready
 from kvloom.gewu.modelfiles import ModelFiles
 
 
@@ -55,12 +55,8 @@ class Floor(msgspec.Struct, array_like=True, tag="floor"):
     is_trimming: bool = False
 
 
-class Ping(msgspec.Struct, array_like=True, tag="ping"):
-    """The worker answers it between two steps."""
-
-
-class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The model is loaded."""
+class WorkerInfo(msgspec.Struct, array_like=True):
+    """Facts of a loaded model."""
 
     backend: str
     weight_bytes: int
@@ -96,18 +92,14 @@ class Held(msgspec.Struct, array_like=True, tag="held"):
     tokens: dict[str, int]
 
 
-class Pong(msgspec.Struct, array_like=True, tag="pong"):
-    """The answer to a Ping."""
-
-
 Order = Job | Abort | Floor | Ping
-Report = Loading | Ready | Failed | Events | Held | Pong
+Report = Loading | Ready[WorkerInfo] | Failed | Events | Held | Pong
 
 
 class Host(Protocol):
     """A loaded model. Its messages arrive on the daemon's loop, see Listeners."""
 
-    info: Ready
+    info: WorkerInfo
     pid: int | None  # None: in this process
     held_tokens: dict[str, int]  # see Held
 

@@ -16,7 +16,8 @@ from functools import cache
 from kvloom.checkpoints.footprint import STORED
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError, ServingError
-from kvloom.contract.messages import Failed, Loading, Progress
+from kvloom.contract.lifecycle import Failed, Loading, Ping, Pong, Ready
+from kvloom.contract.messages import Progress
 from kvloom.contract.request import Delta, FinishReason, Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.contract.tokenizer import Tokenizer
@@ -24,19 +25,7 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.link.executor import InProcessExecutor
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.gewu.codes import shown
-from kvloom.gewu.protocol.messages import (
-    Abort,
-    Event,
-    Events,
-    Floor,
-    Held,
-    Job,
-    Open,
-    Order,
-    Ping,
-    Pong,
-    Ready,
-)
+from kvloom.gewu.protocol.messages import Abort, Event, Events, Floor, Held, Job, Open, Order, WorkerInfo
 from kvloom.gewu.qos import ClassPlanner, Level
 from kvloom.gewu.worker.cpushare import CpuShare
 from kvloom.processes import childlog, inside
@@ -164,7 +153,7 @@ class Worker:
 _ROLES = {"developer": "system"}  # chat templates know only the older name
 
 
-def open_worker(setup: Open, progress: Progress) -> tuple[Worker, Ready]:
+def open_worker(setup: Open, progress: Progress) -> tuple[Worker, WorkerInfo]:
     """Load the model. Raises ServingError."""
     progress(0, 0)
     tokenizer: Tokenizer = ByteTokenizer() if setup.backend == "fake" else load_tokenizer(setup.model)
@@ -179,8 +168,8 @@ def open_worker(setup: Open, progress: Progress) -> tuple[Worker, Ready]:
     )
     engine = Engine(config, InProcessExecutor(runner), tokenizer, planner)
     info = runner.info
-    ready = Ready(info.backend, info.weight_bytes, info.kv_bytes, engine.max_seq_len, num_tokens)
-    return Worker(engine, planner, tokenizer, info.vocab_size), ready
+    facts = WorkerInfo(info.backend, info.weight_bytes, info.kv_bytes, engine.max_seq_len, num_tokens)
+    return Worker(engine, planner, tokenizer, info.vocab_size), facts
 
 
 def _sizes(setup: Open) -> tuple[EngineConfig, int]:
@@ -218,7 +207,7 @@ def main() -> None:
         setup: Open = channel.receive()
         channel.expect(Order)
         try:
-            worker, ready = open_worker(setup, lambda done, total: channel.send(Loading(done, total)))
+            worker, info = open_worker(setup, lambda done, total: channel.send(Loading(done, total)))
         except ServingError as error:
             channel.send(Failed(shown(str(error))))
             return
@@ -228,7 +217,7 @@ def main() -> None:
             traceback.print_exc()
             channel.send(Failed(shown(f"{type(error).__name__}: {error}")))
             return
-        channel.send(ready)
+        channel.send(Ready(info))
         worker.serve(channel)
 
 
