@@ -12,6 +12,7 @@ from collections.abc import Callable
 from kvloom.checkpoints.families.mixers import Attention, Shapes
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.quantized.forms import BY_CHANNEL, FORM_BITS
+from kvloom.checkpoints.windows import windowed
 from kvloom.contract.config import EngineConfig
 
 FormOf = Callable[[str], str]  # a tensor's name -> its form (numbers.FORM_BITS), "" when it is not quantised
@@ -65,8 +66,19 @@ def kv_layer_bytes(kept: str, backend: str, mixer: Attention) -> tuple[int, int]
 
 def kv_token_bytes(config: EngineConfig, backend: str, spec: DecoderSpec) -> int:
     """Bytes of one token's keys and values in all layers and heads. `backend`: "cpu" or "reference"."""
+    return sum(_cached_bytes(config, backend, spec).values())
+
+
+def window_token_bytes(config: EngineConfig, backend: str, spec: DecoderSpec) -> int:
+    """Of these, the bytes in layers that need a window's tokens only."""
+    own = _cached_bytes(config, backend, spec)
+    return sum(own[layer] for layer in windowed(spec))
+
+
+def _cached_bytes(config: EngineConfig, backend: str, spec: DecoderSpec) -> dict[int, int]:
+    """By layer."""
     kept = kv_dtype(config, backend)
-    return sum(sum(kv_layer_bytes(kept, backend, mixer)) for _, mixer in spec.cached)
+    return {layer: sum(kv_layer_bytes(kept, backend, mixer)) for layer, mixer in spec.cached}
 
 
 def state_bytes(spec: DecoderSpec) -> int:

@@ -8,7 +8,8 @@ The formulas are those of the tuning guide (spec 2.3.2), in bytes instead of GB:
   maxBatchSize       floor(Total Block Num / Block Num)                        max_batch
 
 Where layers keep a state, each running sequence has one besides its blocks; STATE_SHARE says how both share the cache.
-Snapshots of states have a share of their own.
+Snapshots of states have a share of their own. Where layers need the tokens of a window only, their blocks are a pool of
+their own: see _split.
 """
 
 from dataclasses import dataclass, replace
@@ -31,9 +32,17 @@ WORKING_BYTES = 128 << 20  # of the server, which still starts, and of steps: wh
 STATE_SHARE = 0.5  # of the cache, for states at most, unless one alone takes more
 MAX_SNAPSHOTS = 1024  # more would cost more to manage than they save
 AUTO_MAX_CPU_BYTES = 2 * GIB  # default, where the cache shares its memory with the rest of the machine
+_LEAST_STEP = 64  # tokens of a prompt for which a window's blocks are there in any case
 AHEAD = Ahead(16 << 20, 256 << 20, 512 << 20)
 MOST_EMPTY_BLOCKS = 1 << 18  # of a model without keys and values: they take no memory but that of their numbers
 AUTO_MAX_HOST_BYTES = 5 * GIB  # default, of the host pool for swapped-out sequences
+
+
+class Windows(NamedTuple):
+    """Keys and values of layers that have blocks of their own, because no step reads more than `reach` tokens back."""
+
+    token_bytes: int  # of one token in these layers of the whole model, which CacheShape.token_bytes counts too
+    reach: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +53,30 @@ class CacheShape:
     block_size: int  # tokens a block
     world_size: int = 1  # ranks, which share the heads of every layer evenly
     state_bytes: int = 0  # of one sequence on one rank, whatever its length
+    windows: Windows | None = None
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block on one rank; 0 = no layer has keys and values."""
+        """Bytes of one block on one rank, of all layers; 0 = no layer has keys and values."""
         return self.block_size * self.token_bytes // self.world_size
+
+    @property
+    def window_bytes(self) -> int:
+        """Of these, the bytes of layers with a window."""
+        return self.block_size * self.windows.token_bytes // self.world_size if self.windows else 0
+
+    def num_of(self, num_tokens: int) -> int:
+        """Blocks of so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def pool_bytes(self, num_blocks: int, num_window_blocks: int) -> int:
+        """Bytes of both pools on one rank."""
+        return num_blocks * (self.block_bytes - self.window_bytes) + num_window_blocks * self.window_bytes
+
+    def seq_bytes(self, num_tokens: int) -> int:
+        """Bytes on one rank that a sequence of `num_tokens` tokens holds, between two of its steps."""
+        held = min(num_tokens, self.windows.reach + self.block_size) if self.windows else 0
+        return self.pool_bytes(self.num_of(num_tokens), self.num_of(held)) + self.state_bytes
 
 
 def total_blocks(num_bytes: int, shape: CacheShape) -> int:
@@ -90,6 +118,7 @@ class Pools:
     num_host_blocks: int
     num_states: int = 0
     num_snapshots: int = 0
+    num_window_blocks: int = 0  # of layers with a window, where these have their own
 
     @property
     def num_places(self) -> int:
@@ -144,12 +173,14 @@ def plan_pools(wanted: CapacityRequest, shape: CacheShape, machine: Machine, wei
         )
     states = _num_states(wanted, shape, machine, weight_bytes)
     wanted = replace(wanted, max_batch=states[0] or wanted.max_batch)
-    num_blocks = _device_blocks(wanted, shape, machine, weight_bytes, sum(states) * shape.state_bytes)
+    of_device = _device_windows if shape.windows else _device_blocks
+    blocks = of_device(wanted, shape, machine, weight_bytes, sum(states) * shape.state_bytes)
     host_left = machine.free_host_bytes
     if machine.is_shared:
-        taken = num_blocks * shape.block_bytes + sum(states) * shape.state_bytes
+        taken = shape.pool_bytes(*blocks) + sum(states) * shape.state_bytes
         host_left = max(0, left - machine.num_sharing * taken)
-    return Pools(num_blocks, _host_blocks(wanted, shape.block_bytes, host_left, machine.num_sharing), *states)
+    num_host_blocks = _host_blocks(wanted, shape.block_bytes, host_left, machine.num_sharing)
+    return Pools(blocks[0], num_host_blocks, *states, blocks[1])
 
 
 def _num_states(wanted: CapacityRequest, shape: CacheShape, machine: Machine, weight_bytes: int) -> tuple[int, int]:
@@ -178,13 +209,15 @@ def _automatic_bytes(shape: CacheShape, machine: Machine, weight_bytes: int) -> 
     return min(budget // machine.num_sharing, AUTO_MAX_CPU_BYTES) if machine.is_shared else budget
 
 
-def _device_blocks(wanted: CapacityRequest, shape: CacheShape, machine: Machine, weight_bytes: int, states: int) -> int:
-    """`wanted.max_batch`: sequences that run at once. `states`: bytes of all states."""
+def _device_blocks(
+    wanted: CapacityRequest, shape: CacheShape, machine: Machine, weight_bytes: int, states: int
+) -> tuple[int, int]:
+    """Blocks of all tokens, and 0. `wanted.max_batch`: sequences that run at once. `states`: bytes of all states."""
     block_bytes, per_seq = shape.block_bytes, -(-wanted.max_seq_len // shape.block_size)
     left = machine.free_bytes - weight_bytes // shape.world_size - states
     if wanted.num_blocks is not None:
         _refuse("num_blocks", wanted.num_blocks * block_bytes, left, str(total_blocks(left, shape)))
-        return wanted.num_blocks
+        return wanted.num_blocks, 0
     if wanted.kv_cache_bytes is not None:
         num_blocks, name = total_blocks(wanted.kv_cache_bytes - states, shape), "kv_cache_bytes (npuMemSize)"
         _refuse(name, wanted.kv_cache_bytes, left + states, _gb(int((left + states) * SHARE)))
@@ -194,11 +227,66 @@ def _device_blocks(wanted: CapacityRequest, shape: CacheShape, machine: Machine,
                 f"than max_seq_len {wanted.max_seq_len}; lower max_seq_len or give at least "
                 f"{per_seq * block_bytes + shape.state_bytes}"
             )
-        return min(num_blocks, per_seq * wanted.max_batch)
+        return min(num_blocks, per_seq * wanted.max_batch), 0
     budget = _automatic_bytes(shape, machine, weight_bytes) - states
     left -= machine.working_bytes
     _refuse("max_seq_len", per_seq * block_bytes, left, f"{total_blocks(left, shape) * shape.block_size} tokens")
-    return max(per_seq, min(total_blocks(budget, shape), per_seq * wanted.max_batch))
+    return max(per_seq, min(total_blocks(budget, shape), per_seq * wanted.max_batch)), 0
+
+
+def _device_windows(
+    wanted: CapacityRequest, shape: CacheShape, machine: Machine, weight_bytes: int, states: int
+) -> tuple[int, int]:
+    """The same where layers with a window have their own blocks: blocks of all tokens, and of a window's."""
+    least, most = _bounds(wanted, shape)
+    left = machine.free_bytes - weight_bytes // shape.world_size - states
+    if wanted.num_blocks is not None:
+        has_window = shape.block_bytes == shape.window_bytes and wanted.num_blocks >= least[1]
+        blocks = most[0] if has_window else wanted.num_blocks, min(wanted.num_blocks, most[1])
+        _refuse("num_blocks", shape.pool_bytes(*blocks), left, str(total_blocks(left, shape)))
+        return blocks
+    if wanted.kv_cache_bytes is not None:
+        name, budget = "kv_cache_bytes (npuMemSize)", wanted.kv_cache_bytes - states
+        _refuse(name, wanted.kv_cache_bytes, left + states, _gb(int((left + states) * SHARE)))
+        if shape.pool_bytes(*least) > budget:
+            raise OutOfMemory(
+                f"{name}: {wanted.kv_cache_bytes} bytes hold fewer tokens than max_seq_len {wanted.max_seq_len}; lower "
+                f"max_seq_len or give at least {shape.pool_bytes(*least) + shape.state_bytes}"
+            )
+        return _split(budget, shape, least, most)
+    left -= machine.working_bytes
+    spare = left - shape.pool_bytes(0, least[1])
+    own = shape.pool_bytes(1, 0) or 1
+    _refuse("max_seq_len", shape.pool_bytes(*least), left, f"{max(0, spare) // own * shape.block_size} tokens")
+    return _split(_automatic_bytes(shape, machine, weight_bytes) - states, shape, least, most)
+
+
+def _bounds(wanted: CapacityRequest, shape: CacheShape) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The fewest and the most blocks of all tokens, and of a window's. The longest sequence must fit, with a step of
+    its prompt; more than max_batch such sequences would be useless.
+    """
+    assert shape.windows is not None, "layers have a window"
+    longest = shape.num_of(wanted.max_seq_len)
+    window = min(longest, shape.num_of(shape.windows.reach) + 1 + 2 * shape.num_of(_LEAST_STEP))
+    all_of_them = longest * wanted.max_batch
+    if shape.block_bytes == shape.window_bytes:  # there is no other layer: blocks of all tokens are numbers only
+        return (longest, window), (max(longest, min(all_of_them, MOST_EMPTY_BLOCKS)), all_of_them)
+    return (longest, window), (all_of_them, window * wanted.max_batch)
+
+
+def _split(num_bytes: int, shape: CacheShape, least: tuple[int, int], most: tuple[int, int]) -> tuple[int, int]:
+    """Blocks of all tokens, and of a window's. Half of the bytes are for each: so whatever the length of sequences is,
+    no fewer fit than into half of what the longest one leaves, divided as would be best for them. What one pool does
+    not need the other one gets.
+    """
+    own, window_bytes = shape.pool_bytes(1, 0), shape.window_bytes
+
+    def within(side: int, count: int) -> int:
+        return max(least[side], min(count, most[side]))
+
+    num_blocks = within(0, num_bytes // 2 // own) if own else most[0]
+    num_windows = within(1, (num_bytes - num_blocks * own) // window_bytes)
+    return (within(0, (num_bytes - num_windows * window_bytes) // own) if own else num_blocks), num_windows
 
 
 def _host_blocks(wanted: CapacityRequest, block_bytes: int, left: int, num_sharing: int) -> int:

@@ -40,7 +40,9 @@ class Work(msgspec.Struct, array_like=True):
     start + num_tokens reaches the tokens known so far, the rank samples the next token and appends it. The last tokens
     of the work may be a `draft` beyond those known: as long as the sampled token equals the drafted one, the rank
     samples the next one too. `loads`, (host block, block), are copied back before anything is computed, and so is the
-    block `copied`, if it is not -1, into the block in which the work starts.
+    block `copied`, if it is not -1, into the block in which the work starts. `windows`, where layers with a window
+    have blocks of their own: those of the same tokens as `blocks`, -1 = behind the window; `window_loads` and
+    `copied_window` are for them what `loads` and `copied` are for the others.
 
     A batch may be sent while the one before it runs: its work then begins at the token that the rank will choose. If
     none is chosen for the sequence, that work is skipped.
@@ -57,6 +59,9 @@ class Work(msgspec.Struct, array_like=True):
     copied: int = -1
     begun: int = -1
     kept: int = -1
+    windows: list[int] = []
+    window_loads: list[tuple[int, int]] = []
+    copied_window: int = -1
 
 
 class Transfer(msgspec.Struct, array_like=True):
@@ -87,6 +92,8 @@ class Batch(msgspec.Struct, array_like=True, tag="batch"):
     saves: list[Transfer] = []
     release: list[int] = []
     again: bool = False
+    swap_out_windows: list[tuple[int, int]] = []  # the same of a window's blocks, into the same host blocks
+    release_windows: list[int] = []
 
 
 class Logprob(msgspec.Struct, array_like=True):
@@ -190,7 +197,8 @@ class RankInfo(msgspec.Struct, array_like=True):
     kv_model: str = ""  # identity of KV blocks in the outer tier: weights and shape,
     kv_layout: str = ""  # and arithmetic and byte layout; "" without a tier
     sees: bool = False  # requests may have a Sight
-    reach: int = 0  # how many tokens back a step reads, the token itself included, if every layer has a window; 0 = all
+    # how many tokens back a step reads in layers with a window, the token itself included
+    reach: int = 0
     image_text: str = ""  # an image's placeholder in texts, if the chat template takes no parts; "" = unknown
     labels: list[str] = []  # of a classifier: a pooled vector has one number for each
     activation: str = ""  # pooling.scores turns these numbers into scores
@@ -200,6 +208,14 @@ class RankInfo(msgspec.Struct, array_like=True):
     num_states: int = 0  # sequences that may run at once, each with a state, if layers keep one; 0 = they do not
     state_bytes: int = 0  # of one sequence
     num_snapshots: int = 0  # states that may be kept besides, for others to begin with
+    num_window_blocks: int = 0  # blocks of layers with a window; 0 = these have all tokens in the blocks of all layers
+    window_bytes: int = 0  # of kv_bytes, those of these blocks
+
+    @property
+    def block_bytes(self) -> tuple[int, int]:
+        """Of a block of all tokens, and of one of a window's."""
+        all_bytes = (self.kv_bytes - self.window_bytes) // max(1, self.num_blocks)
+        return all_bytes, self.window_bytes // max(1, self.num_window_blocks)
 
     @property
     def cache_shape(self) -> tuple[int, ...]:
@@ -211,6 +227,7 @@ class RankInfo(msgspec.Struct, array_like=True):
             self.num_host_blocks,
             self.num_states,
             self.num_snapshots,
+            self.num_window_blocks,
         )
 
 
@@ -276,6 +293,11 @@ class Runner(Protocol):
     @property
     def kv_layers(self) -> Sequence[Sequence[Any]]:
         """The KV cache: for each layer its tensors [blocks, ...] (torch, or anything numpy reads without a copy)."""
+        ...
+
+    @property
+    def window_layers(self) -> Sequence[Sequence[Any]]:
+        """The same of layers with a window, if these have blocks of their own; else none."""
         ...
 
     def run(self, batch: Batch) -> StepOutput:

@@ -71,6 +71,8 @@ def gauges(seqs: Sequence[Seq], pool: BlockPool, max_batch: int, state_bytes: in
         "num_loading": statuses.count(Status.LOADING),
         "num_blocks": pool.num_blocks,
         "num_free_blocks": pool.num_free,
+        "num_window_blocks": pool.windows.num_blocks if pool.windows else 0,
+        "num_free_window_blocks": pool.windows.num_free if pool.windows else 0,
         "num_cached_blocks": pool.num_cached,
         "num_evicted_blocks": pool.num_evicted,
         "num_snapshots": pool.snapshots.count,

@@ -27,10 +27,10 @@ from kvloom.engine.giving import GivenEnds, check_giving, giving_of
 from kvloom.engine.link.executor import Executor
 from kvloom.engine.live import Arrivals, Fresh, Live, oldest_wait_s
 from kvloom.engine.room import limits_of, pool_of
+from kvloom.engine.schedule import commit
 from kvloom.engine.schedule.again import Again
 from kvloom.engine.schedule.ahead import may_follow, must_wait
 from kvloom.engine.schedule.blocks import BlockPool
-from kvloom.engine.schedule.commit import apply_step, check, commit_step, end_seq, is_stale, release_seq, swap_out
 from kvloom.engine.schedule.pace import Pace
 from kvloom.engine.schedule.policies import Turns, policy_of
 from kvloom.engine.schedule.scheduler import Circumstances, plan_step
@@ -191,7 +191,7 @@ class Engine:
         if preempts:
             self.settle()
             running = [live.seq for live in self._seqs.values() if live.seq.status is Status.RUNNING]
-            apply_step(Plan(preempted=tuple(running)), self._pool)
+            commit.apply_step(Plan(preempted=tuple(running)), self._pool)
             self._counts.add("total_preemptions", len(running))
         self._pool.forget_all()
         self._drafting.forget()
@@ -205,7 +205,8 @@ class Engine:
         self._drafting.forget()
         self._plan, dropped, self._dropped = Plan(), self._dropped, []
         self._under_way.append(self._plan)
-        self._executor.submit(Batch([], [], dropped, release=self._pool.drop_cached()))
+        windows = [] if self._pool.windows is None else self._pool.windows.drop_cached()
+        self._executor.submit(Batch([], [], dropped, release=self._pool.drop_cached(), release_windows=windows))
         self.settle()
 
     def load_adapter(self, path: str) -> Adapter:
@@ -244,7 +245,7 @@ class Engine:
         self.last_step = StepSize(len(plan.steps), self._pool.num_blocks - self._pool.num_free)
         num_tokens = sum(step.num_tokens for step in plan.steps)
         self._counts.step(len(plan.steps), num_tokens, output.compute_s)
-        self._counts.add("total_stale_rows", sum(step.num_tokens for step in plan.steps if is_stale(step)))
+        self._counts.add("total_stale_rows", sum(step.num_tokens for step in plan.steps if commit.is_stale(step)))
         self._pace.learn(plan, output.compute_s)
         for chunk in output.prompt_logprobs:
             if chunk.id in self._seqs:
@@ -260,7 +261,7 @@ class Engine:
         steps = [s for s in plan.steps if s.seq.status is Status.RUNNING and s.seq.id in samples]
         taken = {step.seq.id: self._take(self._seqs[step.seq.id], samples[step.seq.id]) for step in steps}
         self._counts.add("total_output_tokens", sum(map(len, taken.values())))
-        fresh = commit_step(plan, taken, self._pool, self._limits.block_size, self._executor.info.reach)
+        fresh = commit.commit_step(plan, taken, self._pool, self._limits.block_size)
         self._transfers.save(fresh)
         self._transfers.give(step.seq for step in plan.steps)
         for step in steps:
@@ -292,7 +293,7 @@ class Engine:
     def check(self) -> None:
         """Assert the invariants of sequences and blocks; cheap enough to run when idle."""
         seqs = [live.seq for live in self._seqs.values()]
-        check(seqs, self._pool, self._limits.block_size, self._transfers.held())
+        commit.check(seqs, self._pool, self._limits.block_size, self._transfers.held())
 
     # -- steps
 
@@ -311,11 +312,12 @@ class Engine:
 
     def _submit(self, plan: Plan) -> None:
         tell_plan(plan, self._seqs, self._pool, self._limits)
-        copies = swap_out(plan, self._pool)
-        work = apply_step(plan, self._pool)
+        copies, windows = commit.swap_out(plan, self._pool), commit.swap_out_windows(plan)
+        work = commit.apply_step(plan, self._pool)
         self._transfers.save_missing(plan.steps)
         self._transfers.load(plan.loads, self._clock())
-        batch = Batch(self._introduce(plan), work, self._dropped, copies, *self._transfers.take_new())
+        transfers = self._transfers.take_new()
+        batch = Batch(self._introduce(plan), work, self._dropped, copies, *transfers, swap_out_windows=windows)
         self._again.shorten(batch)
         self._drafting.sent(not self._under_way)
         self._under_way.append(plan)
@@ -360,7 +362,7 @@ class Engine:
         self._giving.drop(live.request.id)
         self._drafting.leave(live)
         if self._seqs.pop(live.seq.id, None) is not None:
-            release_seq(live.seq, self._pool, Status.FINISHED)
+            commit.release_seq(live.seq, self._pool, Status.FINISHED)
             if live.is_known:
                 self._dropped.append(live.seq.id)
         self._counts.add("total_finished")
@@ -376,7 +378,7 @@ class Engine:
     def _end(self, live: Live) -> None:
         """Its last token is known."""
         del self._seqs[live.seq.id]
-        end_seq(live.seq, self._pool)
+        commit.end_seq(live.seq, self._pool)
         self._dropped.append(live.seq.id)
 
     def _drain(self) -> list[Delta]:

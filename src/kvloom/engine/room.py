@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from kvloom.contract.config import EngineConfig, Limits
 from kvloom.contract.messages import RankInfo
-from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.blocks import BlockPool, WindowPool
 from kvloom.engine.schedule.snapshots import Snapshots
 
 
@@ -22,4 +22,7 @@ def pool_of(config: EngineConfig, info: RankInfo) -> BlockPool:
     """
     is_caching = config.enable_prefix_cache and bool(info.num_snapshots or not info.num_states)
     snapshots = Snapshots(info.num_states, info.num_snapshots if is_caching else 0, info.block_size)
-    return BlockPool(info.num_blocks, is_caching, info.num_host_blocks, snapshots)
+    windows = None
+    if info.num_window_blocks:
+        windows = WindowPool(info.num_window_blocks, info.reach, info.block_size, is_caching)
+    return BlockPool(info.num_blocks, is_caching, info.num_host_blocks, snapshots, windows)

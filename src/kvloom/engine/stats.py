@@ -23,6 +23,8 @@ class Stats:
     num_loading: int = 0  # those alone
     num_blocks: int = 0
     num_free_blocks: int = 0
+    num_window_blocks: int = 0  # of layers with a window, where these have their own
+    num_free_window_blocks: int = 0
     num_cached_blocks: int = 0
     num_evicted_blocks: int = 0  # published blocks handed out for other contents, since the rank started
     num_snapshots: int = 0  # states kept for others to begin with
@@ -64,3 +66,9 @@ class Stats:
     step_tokens: Histogram = field(default_factory=lambda: Histogram(()))  # computed in a step
     batches: tuple[BatchTimes, ...] = ()
     engine_metrics: str = ""  # metrics of a foreign engine, in Prometheus' text format
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the blocks that sequences hold, 0 to 1: of the pool that is fuller, if there are two."""
+        pools = (self.num_blocks, self.num_free_blocks), (self.num_window_blocks, self.num_free_window_blocks)
+        return max(1 - free / count if count else 0.0 for count, free in pools)

@@ -67,10 +67,10 @@ class ClassPlanner:
         self,
         clock: Callable[[], float],
         on_serve: Callable[[Level], None] = lambda level: None,
-        on_trim: Callable[[list[int]], object] = lambda blocks: None,
+        on_trim: Callable[[list[int], list[int]], object] = lambda blocks, windows: None,
     ) -> None:
-        """`on_serve` gets the class of each plan before it is carried out; `on_trim` the free blocks when `is_trimming`
-        was set.
+        """`on_serve` gets the class of each plan before it is carried out; `on_trim` the free blocks, and those of a
+        window, when `is_trimming` was set.
         """
         self.floor = Level.BACKGROUND
         self.hard_floor = Level.BACKGROUND
@@ -98,7 +98,7 @@ class ClassPlanner:
         self._make_room(chosen, paused, pool, limits)
         if self.is_trimming:
             self.is_trimming = False
-            self._on_trim(pool.drop_cached())
+            self._on_trim(pool.drop_cached(), pool.windows.drop_cached() if pool.windows else [])
         if chosen and all(seq.priority < Level.USER_INITIATED for seq in chosen):
             limits = replace(limits, max_prefill_tokens=self._chunk.num_tokens(limits.prefill_tokens))
         plan = plan_step(chosen, pool, limits)
@@ -115,7 +115,7 @@ class ClassPlanner:
         held: dict[str, int] = {}
         for seq in self._seqs:
             if seq.block_table:
-                held[seq.salt] = held.get(seq.salt, 0) + len(seq.held_blocks) * self._block_size
+                held[seq.salt] = held.get(seq.salt, 0) + len(seq.block_table) * self._block_size
         return held
 
     def wait_s(self) -> float:
@@ -158,7 +158,9 @@ class ClassPlanner:
         waiting = next((seq for seq in chosen if seq.status is Status.WAITING), None)
         tokens = (limits.max_tokens if chosen else 0) + (len(waiting.token_ids) if waiting else 0)
         need = len(chosen) + -(-tokens // limits.block_size)
-        while victims and pool.num_free < need:
+        windows = pool.windows
+        least = min(need, windows.most_needed + len(chosen)) if windows else 0  # a long prompt makes do with these
+        while victims and (pool.num_free < need or (windows is not None and windows.num_free < least)):
             _preempt(victims.pop(), pool)
 
     def _forget(self, seqs: Sequence[Seq]) -> None:

@@ -4,6 +4,7 @@ Exit code 0, and on stdout the bytes of host memory that its weights and KV pool
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ from kvloom.checkpoints import footprint
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ServingError
-from kvloom.rank.loading import BLOCK_SIZE, check_backend, check_device, pools_for
+from kvloom.rank.loading import BLOCK_SIZE, cache_shape, check_backend, check_device, pools_for
 from kvloom.rank.parallel.shard import shard_spec
 
 
@@ -22,18 +23,19 @@ def check(config: EngineConfig) -> int:
     """
     check_device(config.device)
     checkpoint = open_checkpoint(Path(config.model))
-    spec = checkpoint.spec
-    max_seq_len = min(spec.max_seq_len, config.max_seq_len or spec.max_seq_len)
+    max_seq_len = min(checkpoint.spec.max_seq_len, config.max_seq_len or checkpoint.spec.max_seq_len)
+    spec = checkpoint.spec.served(max_seq_len)
+    checkpoint = replace(checkpoint, spec=spec)
     shard_spec(spec, config.world_size)
     backend, block_size = check_backend(config, spec), config.block_size or BLOCK_SIZE
     pools = pools_for(config, backend, checkpoint, max_seq_len, block_size)
-    token_bytes = footprint.kv_token_bytes(config, backend, spec)
-    num_blocks, weight_bytes = pools.num_host_blocks, 0
+    whole = replace(cache_shape(config, backend, spec, max_seq_len, block_size), world_size=1)  # all ranks together
+    num_bytes = pools.num_host_blocks * whole.block_bytes
     if config.device == "cpu":
-        num_blocks += pools.num_blocks
-        weight_bytes = footprint.weight_bytes(config, backend, spec, checkpoint.weights.form)
-        weight_bytes += pools.num_states * footprint.state_bytes(spec)
-    return weight_bytes + num_blocks * block_size * token_bytes
+        num_bytes += whole.pool_bytes(pools.num_blocks, pools.num_window_blocks)
+        num_bytes += footprint.weight_bytes(config, backend, spec, checkpoint.weights.form)
+        num_bytes += pools.num_states * footprint.state_bytes(spec)
+    return num_bytes
 
 
 def main() -> None:

@@ -136,6 +136,10 @@ class FakeRunner:
         shape = (self.info.num_blocks, self.info.block_size, 1)
         return [[memoryview(self._slots).cast("B").cast("q", shape)]]
 
+    @property
+    def window_layers(self) -> list[list[memoryview]]:
+        return []
+
     def kv_memory(self, model: str) -> KvMemory:
         info, block_bytes = self.info, self.info.block_size * self._slots.itemsize
         return KvMemory(self.kv_layers, info.num_blocks, info.block_size, block_bytes, self._read_block, "fake", "fake")

@@ -39,7 +39,7 @@ class SwapCache:
         0 without host blocks. Block 0 keeps its contents; no host block may be in use yet.
         """
         times = []
-        for _ in range(5 if self.num_blocks and len(self._parts[0]) else 0):
+        for _ in range(5 if self.num_blocks and self._parts and len(self._parts[0]) else 0):
             started = time.perf_counter()
             self.save([(0, 0)])
             self.load([(0, 0)])

@@ -12,7 +12,8 @@ from kvloom.checkpoints import footprint
 from kvloom.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.unread import told
-from kvloom.contract.capacity import CacheShape, CapacityRequest, Machine, Pools, plan_pools
+from kvloom.checkpoints.windows import reach_of
+from kvloom.contract.capacity import CacheShape, CapacityRequest, Machine, Pools, Windows, plan_pools
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError, OutOfMemory
 from kvloom.contract.messages import Progress
@@ -30,7 +31,6 @@ from kvloom.rank.runner import ModelFacts, ModelRunner
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16  # tokens a KV block on CPU and CUDA
-_KEYS_AT_ONCE = 128  # kChunkKeys of kernels/cpu/layout.hpp
 _INSTALL = "torch, which is not installed; pip install 'kvloom[torch]'"
 
 
@@ -54,7 +54,7 @@ def open_runner(
         backend, pools = opened
         _tell_states(config, spec)
         embedding, lacks = checkpoint.embedding, _lacks(checkpoint)
-        sees = spec.sees_ahead, reach_of(spec)
+        sees = spec.sees_ahead, reach_of(spec) if pools.num_window_blocks else 0
         facts = ModelFacts(spec.vocab_size, max_seq_len, eos_ids, embedding, lacks, *sees, pools.num_snapshots)
         must_wait = config.world_size > 1 or spec.state_floats > 0  # no token is computed twice
         guides = Guides(functools.partial(_tokenizer, config.model), spec.vocab_size, must_wait)
@@ -82,14 +82,6 @@ def _tell_states(config: EngineConfig, spec: DecoderSpec) -> None:
     off = [name for name, value in asked.items() if value]
     if spec.state_floats and off:
         log.warning("%s: layers of %s keep states: switched off is %s", config.model, spec.family, ", ".join(off))
-
-
-def reach_of(spec: DecoderSpec) -> int:
-    """See RankInfo.reach: the widest window, plus what the kernels read with it, because they read keys 128 at a
-    time.
-    """
-    windows = [mixer.window or 0 for _, mixer in spec.attention]
-    return max(windows) + _KEYS_AT_ONCE - 1 if windows and all(windows) and not spec.sees_ahead else 0
 
 
 def _tokenizer(model: str) -> Tokenizer:
@@ -142,7 +134,14 @@ def _open_kernels(
             spec,
             checkpoint.weights,
             pools.num_blocks,
-            CpuOptions(weight_format, kv_dtype, None, None, _packed(config, checkpoint), size, pools.num_places),
+            CpuOptions(
+                weight_format,
+                kv_dtype,
+                packed=_packed(config, checkpoint),
+                block_size=size,
+                num_states=pools.num_places,
+                num_window_blocks=pools.num_window_blocks,
+            ),
             progress,
         )
     except ModelError as error:
@@ -173,7 +172,7 @@ def _open_reference(
     torch_backend = _torch_backend(_needs_torch(config))
     mesh = torch_backend.join_mesh(config, *seat)
     pools = torch_backend.least_pools(pools_for(config, "reference", checkpoint, max_seq_len, size), mesh, config)
-    options = torch_backend.options_of(config, size, mesh, pools.num_places)
+    options = torch_backend.options_of(config, size, mesh, pools)
     backend = torch_backend.ReferenceBackend(spec, checkpoint.weights, pools.num_blocks, options, progress)
     return backend, pools
 
@@ -214,11 +213,20 @@ def pools_for(config: EngineConfig, backend: str, checkpoint: Checkpoint, max_se
         config.max_batch,
         config.snapshot_share if config.enable_prefix_cache else 0.0,
     )
-    token_bytes = footprint.kv_token_bytes(config, backend, spec)
-    shape = CacheShape(token_bytes, block_size, config.world_size, footprint.state_bytes(spec))
+    shape = cache_shape(config, backend, spec, max_seq_len, block_size)
     host_bytes = available_bytes(config.world_size, config.promised_bytes)
     is_shared = config.device == "cpu"
     free_bytes = host_bytes if is_shared else _torch_backend(_needs_torch(config)).device_bytes(config.device)
     weight_bytes = footprint.weight_bytes(config, backend, spec, checkpoint.weights.form)
     machine = Machine(free_bytes, host_bytes, is_shared, config.num_sharing)
     return plan_pools(wanted, shape, machine, weight_bytes)
+
+
+def cache_shape(config: EngineConfig, backend: str, spec: DecoderSpec, max_seq_len: int, block_size: int) -> CacheShape:
+    """What sequences of at most `max_seq_len` tokens keep. A window's blocks are for models whose windows are shorter
+    than that, without an outer tier: a block there has the keys and values of all layers.
+    """
+    token_bytes, reach = footprint.kv_token_bytes(config, backend, spec), reach_of(spec)
+    has_windows = config.kv_tier is None and 0 < reach < max_seq_len
+    windows = Windows(footprint.window_token_bytes(config, backend, spec), reach) if has_windows else None
+    return CacheShape(token_bytes, block_size, config.world_size, footprint.state_bytes(spec), windows)

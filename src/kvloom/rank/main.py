@@ -80,12 +80,20 @@ def serve(sock: socket.socket) -> None:
     trim_heap()
     gc.freeze()  # objects as old as the model are never rescanned
     gc.enable()
-    pages = PagesAhead(runner.kv_layers, runner.info.num_blocks, AHEAD)
+    pages = [
+        PagesAhead(layers, count, AHEAD)
+        for layers, count in (
+            (runner.kv_layers, runner.info.num_blocks),
+            (runner.window_layers, runner.info.num_window_blocks),
+        )
+        if count
+    ]
     channel.send(Ready(runner.info))
     while True:
         order: RankOrder = channel.receive()
         if isinstance(order, Batch):
-            pages.use(_highest_block(order))
+            for each, block in zip(pages, _highest_blocks(order), strict=False):
+                each.use(block)
         try:
             answer = _answer(runner, order)
         except Exception as error:  # whatever it is, the engine is told before the rank ends
@@ -96,7 +104,8 @@ def serve(sock: socket.socket) -> None:
         if answer is not None:
             channel.send(answer)
         if isinstance(order, Batch) and order.release:
-            pages.forget()
+            for each in pages:
+                each.forget()
         runner.prepare_next()
 
 
@@ -113,9 +122,11 @@ def pin(cores: Sequence[int]) -> None:
             os.sched_setaffinity(int(thread.name), cores)
 
 
-def _highest_block(batch: Batch) -> int:
+def _highest_blocks(batch: Batch) -> tuple[int, int]:
+    """Of all tokens, and of a window's."""
     lists = [work.blocks for work in batch.work if work.blocks] + [load.blocks for load in batch.loads]
-    return max(map(max, lists), default=0)
+    windows = [work.windows for work in batch.work if work.windows]
+    return max(map(max, lists), default=0), max(map(max, windows), default=0)
 
 
 def _answer(runner: Runner, order: RankOrder) -> RankMessage | None:

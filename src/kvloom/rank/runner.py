@@ -28,7 +28,7 @@ from kvloom.contract.messages import (
 from kvloom.rank.grammar.guides import Guides
 from kvloom.rank.host_cache import SwapCache
 from kvloom.rank.kernels.backend import Backend, Head, Ints, Ragged
-from kvloom.rank.kv_blocks import KvBlocks
+from kvloom.rank.kv_blocks import KvBlocks, padded
 from kvloom.rank.pages import release_blocks
 from kvloom.rank.pooler import Pooler
 from kvloom.rank.sampler import (
@@ -44,8 +44,6 @@ from kvloom.rank.sampler import (
 from kvloom.rank.steady import Decoding, Steady, choices_of
 from kvloom.rank.tier.kvmemory import KvMemory
 
-_TABLE_STEP = 8  # blocks: a table's width is rounded up, so that some blocks can be added without a new table
-
 
 @dataclass(slots=True)
 class _State:
@@ -53,6 +51,7 @@ class _State:
     adapter: int = 0
     adapter_from: int = 0  # of NewSeq
     blocks: list[int] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)  # as long as blocks, if layers with a window have their own
     pooler: Pooler | None = None
     second: int = 0  # of NewSeq
     place: int = -1  # of its state
@@ -94,8 +93,9 @@ class ModelRunner:
 
     def __init__(self, backend: Backend, facts: ModelFacts, num_host_blocks: int, guides: Guides) -> None:
         """Raises ModelError when there is no memory for the host's blocks."""
-        self._blocks = KvBlocks(backend)
+        self._blocks, self._windows = KvBlocks(backend), KvBlocks(backend, of_windows=True)
         self._swap = SwapCache(self._blocks.parts, num_host_blocks, backend.copy)
+        self._swap_windows = SwapCache(self._windows.parts, num_host_blocks, backend.copy)
         self.info = RankInfo(
             num_blocks=self._blocks.num_blocks,
             block_size=self._blocks.block_size,
@@ -105,7 +105,7 @@ class ModelRunner:
             kv_bytes=backend.kv_bytes,
             weight_bytes=backend.weight_bytes,
             num_host_blocks=num_host_blocks,
-            swap_block_s=self._swap.measure(),
+            swap_block_s=self._swap.measure() + self._swap_windows.measure(),
             hidden_size=facts.embedding.num_out,
             pooling=facts.embedding.pooling,
             held_as=backend.held_as,
@@ -118,6 +118,8 @@ class ModelRunner:
             num_states=backend.num_states - facts.num_snapshots,
             state_bytes=backend.state_bytes,
             num_snapshots=facts.num_snapshots,
+            num_window_blocks=backend.num_window_blocks,
+            window_bytes=self._windows.num_bytes,
         )
         self._backend = backend
         self._eos_ids = [id for id in facts.eos_ids if 0 <= id < facts.vocab_size]  # files write -1 for none
@@ -133,11 +135,17 @@ class ModelRunner:
         """See contract.messages.Runner."""
         return self._blocks.layers
 
+    @property
+    def window_layers(self) -> list[list[Any]]:
+        """See contract.messages.Runner."""
+        return self._windows.layers
+
     def kv_memory(self, model: str) -> KvMemory:
         """See rank.tier.tier.KvRunner. Raises ModelError where blocks are not all that is kept of a prefix."""
         if self.info.num_states:
             raise ModelError(f"{model}: its layers keep states, which no outer KV tier holds: serve it without one")
         backend, blocks = self._backend, self._blocks
+        assert not backend.num_window_blocks, "with an outer tier a block has the keys and values of all layers"
         return KvMemory(
             blocks.layers,
             blocks.num_blocks,
@@ -166,11 +174,16 @@ class ModelRunner:
         output = StepOutput([], [], 0.0)
         if batch.release:
             release_blocks(self.kv_layers, batch.release)
+            release_blocks(self.window_layers, batch.release_windows)
             if self.info.num_states and not self._states:
                 release_blocks([[self._backend.sequence_states]], range(self._backend.num_states))
         self._swap.save(batch.swap_out)
         self._swap.load([pair for work in batch.work for pair in work.loads])
-        self._blocks.copy([(work.copied, self._first_block(work)) for work in batch.work if work.copied >= 0])
+        self._blocks.copy_parts((work.copied, work.blocks, work) for work in batch.work)
+        if self.info.num_window_blocks:
+            self._swap_windows.save(batch.swap_out_windows)
+            self._swap_windows.load([pair for work in batch.work for pair in work.window_loads])
+            self._windows.copy_parts((work.copied_window, work.windows, work) for work in batch.work)
         if self.info.num_snapshots:
             self._copy_states((work.begun, work.state) for work in batch.work if work.begun >= 0)
         if batch.work or batch.again:
@@ -216,6 +229,7 @@ class ModelRunner:
         for work in works:
             state = self._states[work.id]
             state.blocks[work.first_block :] = work.blocks
+            state.windows[work.first_block :] = work.windows
             state.place = work.state if work.state >= 0 else state.place
         works = [work for work in works if self._is_known(work)]
         if not works:
@@ -246,10 +260,6 @@ class ModelRunner:
             start += len(following)
         is_steady = bool(tokens) and all(chosen) and len(chosen) == len(batch.ids) == len(works) == len(self._works)
         self._steady = self._keep(works, batch) if is_steady else None
-
-    def _first_block(self, work: Work) -> int:
-        """The block in which it starts, one of those that it gets."""
-        return work.blocks[work.start // self._blocks.block_size - work.first_block]
 
     def _written_out(self, works: Sequence[Work]) -> list[Work]:
         """All work of a batch that was sent as `again`; `works` are those that get blocks."""
@@ -287,7 +297,7 @@ class ModelRunner:
 
     def _keep(self, works: Sequence[Work], batch: Ragged) -> Steady:
         states = [(work.id, self._states[work.id]) for work in works]
-        return Steady([Decoding(id, state.history, state.blocks) for id, state in states], batch)
+        return Steady([Decoding(id, state.history, state.blocks, state.windows) for id, state in states], batch)
 
     def _take(self, id: int, history: History, token_id: int, output: StepOutput) -> None:
         history.append(token_id)
@@ -338,14 +348,13 @@ class ModelRunner:
             ids += (known + work.draft if work.draft else known)[work.start : end]
             pos += range(work.start, end)
             qstart.append(len(ids))
-        tables = [self._states[work.id].blocks for work in works]
-        width = -(-max(len(table) for table in tables) // _TABLE_STEP) * _TABLE_STEP
-        padded = [table + [-1] * (width - len(table)) for table in tables]
-        table = np.array(padded, np.int32)
+        table = padded([self._states[work.id].blocks for work in works])
+        has_windows = self.info.num_window_blocks > 0
+        windows = padded([self._states[work.id].windows for work in works]) if has_windows else None
         used = [self._states[work.id].adapter_at(work.start) for work in works]
         adapters = used if any(used) else ()
         ragged = Ragged(np.array(ids, np.int32), np.array(pos, np.int32), np.array(qstart, np.int32), table, adapters)
-        return ragged._replace(types=self._types(works), places=self._places(works))
+        return ragged._replace(types=self._types(works), places=self._places(works), windows=windows)
 
     def _places(self, works: Sequence[Work]) -> Ints | None:
         if not self._backend.num_states:

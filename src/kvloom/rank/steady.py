@@ -27,6 +27,7 @@ class Decoding(NamedTuple):
     id: int
     history: History
     blocks: list[int]
+    windows: list[int]
 
 
 class Steady:
@@ -52,9 +53,13 @@ class Steady:
         new_blocks = [
             (row, index, block) for row, work in rows for index, block in enumerate(work.blocks, work.first_block)
         ]
+        new_windows = [
+            (row, index, block) for row, work in rows for index, block in enumerate(work.windows, work.first_block)
+        ]
         for row, work in rows:
             self._seqs[row].blocks.extend(work.blocks)
-        tokens: list[int] = backend.step_again(new_blocks).tolist()
+            self._seqs[row].windows.extend(work.windows)
+        tokens: list[int] = backend.step_again(new_blocks, new_windows).tolist()
         self._owed.append(tokens)
         if len(self._owed) == _MOST_OWED:
             self.settle()

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+from dataclasses import astuple
 
 import torch
 
@@ -44,15 +45,15 @@ def join_mesh(config: EngineConfig, rank: int, rendezvous: str) -> Mesh:
 
 def least_pools(pools: Pools, mesh: Mesh, config: EngineConfig) -> Pools:
     """The smallest sizes of all ranks, which every rank can hold."""
-    sizes = (pools.num_blocks, pools.num_host_blocks, pools.num_states, pools.num_snapshots)
-    return Pools(*(mesh.least(number, config.device) for number in sizes))
+    return Pools(*(mesh.least(number, config.device) for number in astuple(pools)))
 
 
-def options_of(config: EngineConfig, block_size: int, mesh: Mesh, num_states: int) -> ReferenceOptions:
+def options_of(config: EngineConfig, block_size: int, mesh: Mesh, pools: Pools) -> ReferenceOptions:
     """How this rank computes. `block_size`: tokens."""
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     kv_dtype = _KV[footprint.kv_dtype(config, "reference")]
-    return ReferenceOptions(_device_of(config, mesh), dtype, kv_dtype, block_size, mesh, num_states)
+    sizes = block_size, mesh, pools.num_places, pools.num_window_blocks
+    return ReferenceOptions(_device_of(config, mesh), dtype, kv_dtype, *sizes)
 
 
 def _device_of(config: EngineConfig, mesh: Mesh) -> str:

@@ -1,66 +1,115 @@
-"""Models with a sliding window in every layer: blocks behind the window are freed, and answers stay the same."""
+"""Models whose layers, all or some, see a window: their blocks behind it are freed, and answers stay the same, however
+they were computed and wherever keys and values have been.
+"""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
-from kvloom.contract.config import EngineConfig
+from kvloom.checkpoints.windows import reach_of, windowed
+from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.request import Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.rank.loading import open_runner, reach_of
+from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 from tests.support.engine.engines import engine_over, run_all, tokens_of
 from tests.support.models.checkpoints import save, tiny_model
 
-WINDOW, BLOCK = 7, 16
+WINDOW = 7
 REACH = WINDOW + 127  # the kernels read keys in chunks of 128
-LENGTH = 250
+LENGTH = 330
+MODELS = ["mistral, window of 7", "gemma3", "gpt-oss", "gemma4, shared keys and inputs of layers"]
+LENGTHS = {"cpu": (3, 40, 300), "reference": (130, 290)}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tiny_model("mistral, window of 7", head_dim=32), tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {} if "gemma4" in request.param else {"head_dim": 32}
+    model = tiny_model(request.param, max_position_embeddings=512, **sizes)
+    return save(model, tmp_path_factory.mktemp("model"))
 
 
-def opened(folder: Path, backend: str, num_blocks: int) -> ModelRunner:
+def opened(folder: Path, backend: str, num_blocks: int, **fields: object) -> ModelRunner:
     dtype = {"dtype": "float32"} if backend == "reference" else {}
-    config = EngineConfig(model=str(folder), backend=backend, num_blocks=num_blocks, **dtype)
+    config = EngineConfig(model=str(folder), backend=backend, num_blocks=num_blocks, **dtype, **fields)
     return open_runner(config, [], lambda done, total: None)
 
 
-def requests() -> list[Request]:
-    """Prompts of several chunks and short ones. All grow to LENGTH tokens."""
-    lengths = (3, 40, 180)
+def requests(lengths: Sequence[int], most: int) -> list[Request]:
+    """Prompts of several chunks and short ones, that grow to LENGTH tokens, and by `most`."""
     return [
         Request(
-            f"{n}", tuple((7 * i + n) % 128 for i in range(n)), SamplingParams(temperature=0, max_tokens=LENGTH - n)
+            f"{n}",
+            tuple((7 * i + n) % 128 for i in range(n)),
+            SamplingParams(temperature=0, max_tokens=min(most, LENGTH - n)),
         )
         for n in lengths
     ]
 
 
-def answers(engine: Engine) -> list[list[int]]:
-    found = run_all(engine, *requests())
+def answers(engine: Engine, lengths: Sequence[int] = ()) -> list[list[int]]:
+    """The reference computes few tokens, because it is slow."""
+    backend = engine._executor.info.backend
+    asked = requests(lengths or LENGTHS[backend], LENGTH if backend == "cpu" else 30)
+    found = run_all(engine, *asked)
     engine.check()
-    return [tokens_of(found[request.id]) for request in requests()]
+    return [tokens_of(found[request.id]) for request in asked]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize(
-    "fields", [{}, {"max_batch": 4, "max_tokens_per_step": 24, "enable_prefix_cache": False}], ids=["", "chunks"]
-)
-def test_three_sequences_fit_where_only_their_windows_do_and_answer_as_with_room_for_all(folder, backend, fields):
-    wide, tight = opened(folder, backend, 60), opened(folder, backend, 31)
-    assert wide.info.reach == tight.info.reach == REACH
-    wide.info.reach = 0
-    want = answers(engine_over(wide, **fields))
-    engine = engine_over(tight, **fields)
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+def test_answers_are_those_of_layers_that_keep_all_tokens(folder, backend, block_size):
+    """Whole, in chunks, together, found in the cache, preempted and swapped."""
+    count = 4 * LENGTH // block_size + 4
+    size = {"block_size": block_size}
+    whole = opened(folder, backend, count, kv_tier=TierConfig("nobody:opens", 1.0), **size)
+    assert whole.info.num_window_blocks == 0
+    want = [answer for n in LENGTHS[backend] for answer in answers(engine_over(whole), [n])]
+    runner = opened(folder, backend, count, **size)
+    assert (runner.info.num_window_blocks > 0, runner.info.reach) == (True, REACH)
+    engine = engine_over(runner)
     assert answers(engine) == want
-    assert engine.stats().total_preemptions == 0, "their windows fit, whole sequences of 16 blocks would not"
+    assert answers(engine) == want, "cached"
+    assert engine.stats().total_cached_tokens > 0
+    chunks = engine_over(runner, max_batch=4, max_tokens_per_step=24, enable_prefix_cache=False)
+    assert answers(chunks) == want
+    tight = opened(folder, backend, LENGTH // block_size + 3, num_host_blocks=count, **size)
+    swapped = engine_over(tight, max_batch=4)
+    assert answers(swapped) == want
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama"])
-def test_a_model_with_a_layer_that_sees_all_keeps_all(name, tmp_path):
-    assert reach_of(open_checkpoint(save(tiny_model(name), tmp_path)).spec) == 0
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_sequences_of_which_only_the_windows_fit_are_preempted_and_answer_as_others(folder, backend):
+    whole = opened(folder, backend, 100)
+    want = answers(engine_over(whole))
+    for num_host_blocks in (0, 100):
+        runner = opened(folder, backend, 30, max_seq_len=LENGTH + 1, max_batch=2, num_host_blocks=num_host_blocks)
+        engine = engine_over(runner, max_batch=4)
+        assert answers(engine) == want
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_prompt_is_found_by_its_last_window(folder, backend):
+    engine = engine_over(opened(folder, backend, 100, max_batch=1))
+    want = answers(engine, [300])
+    assert engine.stats().total_cached_tokens == 0
+    assert answers(engine, [300]) == want
+    assert engine.stats().total_cached_tokens == 288
+
+
+def test_layers_that_others_with_all_tokens_read_keep_all(tmp_path):
+    spec = open_checkpoint(save(tiny_model("gemma3"), tmp_path)).spec
+    apart = windowed(spec)
+    assert apart == {index for index, mixer in spec.attention if mixer.window is not None}
+    assert 0 < len(apart) < spec.num_layers
+    assert reach_of(spec) == REACH
+    assert windowed(spec.served(WINDOW)) == frozenset(), "no sequence is longer than the window"
+    assert windowed(spec.served(WINDOW + 1)) == apart
+
+
+def test_a_model_without_windows_has_what_it_had(tmp_path):
+    runner = opened(save(tiny_model("llama", head_dim=32), tmp_path), "cpu", 20)
+    assert (runner.info.num_window_blocks, runner.info.reach, runner.window_layers) == (0, 0, [])

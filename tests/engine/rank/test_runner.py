@@ -189,7 +189,7 @@ def test_a_batch_that_is_kept_gives_what_one_made_anew_gives(model, monkeypatch,
         return run_all(Engine(config, in_process(runner, config), ByteTokenizer()), *requests)
 
     monkeypatch.setattr(Steady, "step", counted)
-    monkeypatch.setattr("kvloom.rank.runner._TABLE_STEP", table_step)
+    monkeypatch.setattr("kvloom.rank.kv_blocks._TABLE_STEP", table_step)
     together = answers()
     assert len(kept) > 30
     assert max(kept) > 1

@@ -15,6 +15,7 @@ from kvloom.contract.capacity import (
     CapacityRequest,
     Machine,
     Pools,
+    Windows,
     blocks_per_seq,
     bytes_of_gb,
     cache_bytes,
@@ -22,7 +23,7 @@ from kvloom.contract.capacity import (
     plan_pools,
     total_blocks,
 )
-from kvloom.contract.errors import BadRequest, ModelError
+from kvloom.contract.errors import BadRequest, ModelError, OutOfMemory
 
 SMALL = CacheShape(token_bytes=1024, block_size=16)  # 16 KiB per block
 
@@ -208,3 +209,81 @@ def test_blocks_of_a_model_without_keys_and_values_take_no_memory_and_are_as_man
     assert plan_pools(long, empty, ROOMY, 0) == Pools(MOST_EMPTY_BLOCKS, 0, num_states=64)
     with pytest.raises(ModelError, match=r"0\.00 GB are free"):
         plan_pools(wish(), empty, Machine(100, 100, is_shared=True), 0)
+
+
+GEMMA_3_4B = {"layers": 34, "windowed": 29, "token_bytes": 2 * 4 * 256 * 2, "window": 1024}  # bytes of a layer, bf16
+GPT_OSS_20B = {"layers": 24, "windowed": 12, "token_bytes": 2 * 8 * 64 * 2, "window": 128}
+
+
+def shapes_of(model: dict[str, int], block_size: int = 16) -> tuple[CacheShape, CacheShape]:
+    """With blocks of a window, and without."""
+    token_bytes = model["layers"] * model["token_bytes"]
+    windows = Windows(model["windowed"] * model["token_bytes"], model["window"] + 127)
+    return CacheShape(token_bytes, block_size, windows=windows), CacheShape(token_bytes, block_size)
+
+
+@pytest.mark.parametrize(("model", "most"), [(GEMMA_3_4B, 0.18), (GPT_OSS_20B, 0.505)])
+def test_a_long_sequence_takes_what_its_windows_allow(model, most):
+    """And at most 5 % more than the window's tokens alone would."""
+    own, whole = shapes_of(model)
+    share = own.seq_bytes(32768) / whole.seq_bytes(32768)
+    windowed = model["windowed"] / model["layers"]
+    least = 1 - windowed + windowed * model["window"] / 32768
+    assert least < share < min(most, 1.05 * least)
+    assert whole.seq_bytes(32768) == 32768 * whole.token_bytes
+    assert own.seq_bytes(100) == own.pool_bytes(7, 7), "a short one takes as much of both"
+
+
+@given(
+    num_bytes=st.integers(1, 64 * GIB),
+    max_seq_len=st.integers(1200, 200_000),
+    max_batch=st.integers(1, 300),
+    model=st.sampled_from([GEMMA_3_4B, GPT_OSS_20B]),
+    length=st.integers(1, 200_000),
+)
+@example(num_bytes=2 * GIB, max_seq_len=8192, max_batch=64, model=GEMMA_3_4B, length=100)
+@example(num_bytes=1 << 20, max_seq_len=8192, max_batch=64, model=GEMMA_3_4B, length=100)
+def test_no_mix_of_sequences_has_less_than_half_of_the_bytes(num_bytes, max_seq_len, max_batch, model, length):
+    """Sequences of any one length: as many fit as into half of what the longest one leaves, or as may run at once."""
+    shape, _ = shapes_of(model)
+    machine = Machine(100 * GIB, 100 * GIB, is_shared=True)
+    wanted = wish(kv_cache_bytes=num_bytes, max_seq_len=max_seq_len, max_batch=max_batch)
+    told, pools = "", None
+    try:
+        pools = plan_pools(wanted, shape, machine, 0)
+    except OutOfMemory as error:
+        told = str(error)
+    if pools is None:
+        assert f"fewer tokens than max_seq_len {max_seq_len}" in told
+        least = int(told.rpartition(" ")[2])
+        assert num_bytes < least
+        pools = plan_pools(replace(wanted, kv_cache_bytes=least), shape, machine, 0)
+        num_bytes = least
+    assert shape.pool_bytes(pools.num_blocks, pools.num_window_blocks) <= num_bytes
+    length = min(length, max_seq_len)
+    blocks = shape.num_of(length), shape.num_of(min(length, shape.windows.reach + shape.block_size))
+    num_fit = min(pools.num_blocks // blocks[0], pools.num_window_blocks // blocks[1])
+    spare = num_bytes - shape.seq_bytes(max_seq_len)
+    assert num_fit >= min(max_batch, spare // 2 // shape.seq_bytes(length) - 1)
+    assert pools.num_blocks >= shape.num_of(max_seq_len), "the longest one fits"
+
+
+def test_of_layers_that_all_have_a_window_the_blocks_are_the_windows():
+    """Blocks of all tokens take no memory: there are as many as can be of use."""
+    shape = CacheShape(1024, 16, windows=Windows(1024, 160))
+    machine = Machine(GIB, GIB, is_shared=True)
+    assert plan_pools(wish(64, max_seq_len=1600), shape, machine, 0) == Pools(800, 0, num_window_blocks=64)
+    small = plan_pools(wish(8, max_seq_len=1600), shape, machine, 0)
+    assert small == Pools(8, 0, num_window_blocks=8), "fewer than a window: no sequence is longer than they hold"
+    pools = plan_pools(wish(kv_cache_bytes=1 << 20, max_seq_len=1600), shape, machine, 0)
+    assert pools == Pools(800, 0, num_window_blocks=64)
+
+
+def test_a_number_of_blocks_is_that_of_both():
+    shape, machine = CacheShape(1024, 16, windows=Windows(512, 160)), Machine(GIB, GIB, is_shared=True)
+    assert plan_pools(wish(64, max_seq_len=1600), shape, machine, 0) == Pools(64, 0, num_window_blocks=64)
+    assert plan_pools(wish(640, max_seq_len=1600, max_batch=2), shape, machine, 0).num_window_blocks == 2 * 19
+    with pytest.raises(OutOfMemory, match="lower max_seq_len to at most"):
+        plan_pools(wish(max_seq_len=10**7), shape, machine, 0)
+    pools = plan_pools(wish(max_seq_len=1600), shape, machine, 0)
+    assert (pools.num_blocks, pools.num_window_blocks) == (800, 8 * 19), "as many as can be of use"

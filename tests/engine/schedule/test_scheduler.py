@@ -8,8 +8,17 @@ from kvloom.contract.config import Limits
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Work
 from kvloom.engine.schedule.ahead import may_follow, must_wait
-from kvloom.engine.schedule.blocks import BlockPool, extend_chain
-from kvloom.engine.schedule.commit import apply_step, check, commit_step, is_stale, release_seq, swap_out
+from kvloom.engine.schedule.blocks import BlockPool, WindowPool, extend_chain
+from kvloom.engine.schedule.commit import (
+    apply_step,
+    check,
+    commit_step,
+    is_stale,
+    release_seq,
+    swap_out,
+    swap_out_windows,
+)
+from kvloom.engine.schedule.prefix import find_prefix
 from kvloom.engine.schedule.scheduler import plan_step
 from kvloom.engine.schedule.seq import Plan, Seq, Status
 from kvloom.engine.schedule.snapshots import Snapshots
@@ -41,40 +50,22 @@ def counts(plan: Plan) -> dict[int, int]:
     return {step.seq.id: step.num_tokens for step in plan.steps}
 
 
-def test_what_no_step_reads_any_more_is_free_for_others_and_found_while_nobody_takes_it():
-    seq, other = make_seq(0, 20, max_len=40), make_seq(1, 8, first=100)
-    pool, limits = BlockPool(9), Limits(4, 8, BLOCK)
-    free = []
-    for _ in range(8):
-        plan = plan_step([seq], pool, limits)
-        apply_step(plan, pool)
-        commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK, reach=10)
-        check([seq], pool, BLOCK)
-        free.append(pool.num_free)
-    assert (seq.num_computed, seq.num_dropped) == (25, (25 + 1 - 10) // BLOCK)
-    assert free == [7, 6, 6, 6, 6, 6, 6, 6], "three blocks, however long it grows"
-    assert pool.match(seq.hashes) == seq.block_table[:6]
-    apply_step(plan_step([other], pool, limits), pool)
-    assert pool.match(seq.hashes) == seq.block_table[:6], "empty blocks are handed out before those"
-    release_seq(seq, pool, Status.FINISHED)
-    check([seq, other], pool, BLOCK)
-
-
 def test_who_is_preempted_makes_room_by_what_is_still_its_own():
     """Blocks that it gave back behind its window belong to others by now: preempting it frees only the rest."""
-    long, others = make_seq(3, 15, first=100), [make_seq(i, 4, first=20 * i) for i in range(3)]
-    seqs, pool, limits = [*others, long], BlockPool(5), Limits(4, 100, BLOCK)
+    long, others = make_seq(9, 15, first=200), [make_seq(i, 4, first=20 * i) for i in range(5)]
+    pool = BlockPool(20, windows=WindowPool(8, 6, BLOCK))
+    seqs, limits = [*others, long], Limits(6, 100, BLOCK)
     for present in ([long], seqs):
         plan = plan_step(present, pool, limits)
         apply_step(plan, pool)
-        commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK, reach=6)
+        commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK)
         check(seqs, pool, BLOCK)
-    assert (long.num_dropped, pool.num_free) == (2, 0)
+    assert (long.num_dropped, pool.windows.num_free) == (2, 1)
     plan = plan_step(seqs, pool, limits)
-    assert (counts(plan), [seq.id for seq in plan.preempted]) == ({0: 1, 1: 1}, [3, 2])
+    assert (counts(plan), [seq.id for seq in plan.preempted]) == ({0: 1, 1: 1, 2: 1, 3: 1}, [9, 4])
     apply_step(plan, pool)
     check(seqs, pool, BLOCK)
-    assert (long.num_dropped, pool.num_free) == (0, 1)
+    assert (long.num_dropped, pool.windows.num_free) == (0, 0)
 
 
 def test_a_sequence_has_a_state_from_its_admission_on_until_it_ends_or_is_preempted():
@@ -272,7 +263,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         num_host_blocks = 0 if self.NUM_STATES else 5
-        self.pool = BlockPool(self.NUM_BLOCKS, not self.NUM_STATES, num_host_blocks, Snapshots(self.NUM_STATES))
+        windows = WindowPool(6, self.REACH, BLOCK) if self.REACH else None
+        states = Snapshots(self.NUM_STATES)
+        self.pool = BlockPool(self.NUM_BLOCKS, not self.NUM_STATES, num_host_blocks, states, windows)
         self.seqs: list[Seq] = []
         self.next_id = 0
         self.under_way: list[Plan] = []  # oldest first
@@ -292,9 +285,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.judge_guesses(plan)
         copies = swap_out(plan, self.pool)
         assert len(copies) == sum(len(seq.block_table) for seq in plan.swapped)
+        assert len(swap_out_windows(plan)) == sum(len(seq.held_windows) for seq in plan.swapped)
         works = apply_step(plan, self.pool)
         for work, step in zip(works, plan.steps, strict=True):
             assert work.blocks == step.seq.block_table[work.first_block :]
+            assert work.windows == (step.seq.window_table[work.first_block :] if self.REACH else [])
             assert (work.start + work.num_tokens + BLOCK - 1) // BLOCK == len(step.seq.block_table)
         self.under_way.append(plan)
 
@@ -308,9 +303,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         sampled = {id: [*drafts[id][:num_right], token] for id in sampling_ids(plan)[is_late:]}
         lengths = {seq.id: len(seq.token_ids) for seq in self.seqs}
         for step in plan.steps:
-            first = max(0, step.start + 1 - self.REACH) // BLOCK if self.REACH else 0
+            first = max(0, step.start + 1 - self.REACH) // BLOCK
             assert is_stale(step) or step.seq.num_dropped <= first, "it reads what it has given back"
-        commit_step(plan, sampled, self.pool, BLOCK, self.REACH)
+        commit_step(plan, sampled, self.pool, BLOCK)
         for seq in list(self.seqs):
             assert len(seq.token_ids) == lengths[seq.id] + len(sampled.get(seq.id, ()))
             if len(seq.token_ids) >= self.MAX_LENGTH:
@@ -359,7 +354,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for step in steps
             for key in step.seq.hashes[step.start // BLOCK : (step.start + step.num_tokens + BLOCK - 1) // BLOCK]
         }
-        num_found = len(self.pool.match(seq.hashes))
+        num_found = len(find_prefix(seq, self.pool, BLOCK).hits)
         return num_found < len(seq.hashes) and seq.hashes[num_found] in computed
 
     def judge_guesses(self, plan: Plan) -> None:
@@ -383,7 +378,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class WindowedMachine(SchedulerMachine):
-    """The same for models in which a token sees only a window: blocks behind it are given back."""
+    """The same for models with layers that see only a window: their blocks behind it are given back."""
 
     REACH = 6
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from kvloom.contract.config import Limits
 from kvloom.contract.request import Request
 from kvloom.contract.sampling import SamplingParams
-from kvloom.engine.schedule.blocks import BlockPool
-from kvloom.engine.schedule.commit import apply_step, check, commit_step, release_seq, swap_out
+from kvloom.engine.schedule.blocks import BlockPool, WindowPool
+from kvloom.engine.schedule.commit import apply_step, check, commit_step, release_seq, swap_out, swap_out_windows
 from kvloom.engine.schedule.places import Places
 from kvloom.engine.schedule.scheduler import Circumstances, plan_step
 from kvloom.engine.schedule.seq import Seq, Status
@@ -131,19 +131,25 @@ def test_nobody_is_swapped_where_computing_again_is_cheaper_or_the_host_is_full(
     assert plan_step(seqs, pool, limits).swapped == ()
 
 
-def test_who_has_given_blocks_behind_its_window_to_others_is_computed_again():
-    """Its blocks now hold other sequences' bytes, which a swap would restore as its own."""
-    pool, limits = BlockPool(6, num_host_blocks=6), Limits(4, 100, BLOCK)
-    seqs = [make_seq(0, 7), make_seq(1, 15, first=20)]
-    plan = plan_step(seqs, pool, limits)
-    apply_step(plan, pool)
-    commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK, reach=6)
+def test_of_a_windows_blocks_those_that_it_still_holds_are_copied_and_come_back():
+    pool = BlockPool(20, num_host_blocks=9, windows=WindowPool(9, 6, BLOCK))
+    seqs, limits = [make_seq(0, 7), make_seq(1, 15, first=20)], Limits(4, 100, BLOCK)
+    run_step(seqs, pool, limits)
     assert [seq.num_dropped for seq in seqs] == [0, 2]
-    pool.allocate(pool.num_free)
+    taken = pool.windows.allocate(pool.windows.num_free)
     while not (plan := plan_step(seqs, pool, limits)).preempted:
         apply_step(plan, pool)
         commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK)
-    assert (plan.preempted, plan.swapped) == ((seqs[1],), ())
+    assert (plan.preempted, plan.swapped) == ((seqs[1],), (seqs[1],))
+    copies, num_dropped, held = swap_out(plan, pool), seqs[1].num_dropped, seqs[1].held_windows
+    hosts = [host_block for _, host_block in copies]
+    assert swap_out_windows(plan) == list(zip(held, hosts[num_dropped:], strict=True))
+    apply_step(plan, pool)
+    pool.windows.release(taken)
+    (work,) = [work for work in apply_step(plan_step(seqs, pool, limits), pool) if work.id == 1]
+    assert work.windows[:num_dropped] == [-1] * num_dropped
+    assert [host_block for host_block, _ in work.window_loads] == hosts[num_dropped:]
+    assert [block for _, block in work.window_loads] == work.windows[num_dropped : len(hosts)]
 
 
 @settings(max_examples=60)

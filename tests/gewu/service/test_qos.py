@@ -33,7 +33,7 @@ class Rig:
         self.clock = Clock()
         self.trimmed: list[int] = []
         runner = fake_runner(num_blocks, 4, 4096)
-        self.planner = ClassPlanner(self.clock, on_trim=lambda blocks: self._trim(runner, blocks))
+        self.planner = ClassPlanner(self.clock, on_trim=lambda blocks, windows: self._trim(runner, blocks))
         self.plans: list[dict[int, int]] = []  # tokens of each level in each step
         config = EngineConfig(backend="fake", max_batch=8, max_tokens_per_step=max_tokens)
         self.engine = Engine(config, InProcessExecutor(runner), ByteTokenizer(), self._plan)

@@ -30,6 +30,17 @@ def test_it_tells_what_may_be_taken_and_what_is(kv_bytes, fields, size, rest):
     assert note == f"m: room for 80,000 tokens in a KV cache of {size}{rest}.\n"
 
 
+def test_it_tells_what_tokens_take_where_layers_with_a_window_have_blocks_of_their_own():
+    """A block of all tokens has 1 MB, one of a window's 4 MB."""
+    sizes = {"kv_bytes": 5000 << 20, "window_bytes": 1000 << 20, "num_window_blocks": 250, "reach": 1136}
+    info = RankInfo(4000, 16, 100, 100, "cpu", **sizes)
+    note = kv_note("m", info, EngineConfig(model="m", device="cuda"))
+    assert note == (
+        "m: room for 64,000 tokens in a KV cache of 4.9 GB, and of 4,000 tokens in layers with a window; "
+        "a thousand tokens take 62 MB, and the window of a sequence up to 288 MB.\n"
+    )
+
+
 def test_a_mock_has_none():
     assert kv_note("m", RankInfo(5000, 16, 100, 100, "fake"), EngineConfig(backend="fake")) == ""
 

@@ -172,15 +172,20 @@ class DecoderSpec:
         return replace(self, has_logits=False, tie_embeddings=False)
 
     def served(self, max_seq_len: int) -> "DecoderSpec":
-        """The spec to compute with if no sequence is longer than `max_seq_len` tokens."""
+        """The spec to compute with if no sequence is longer than `max_seq_len` tokens: a window that is no shorter is
+        none.
+        """
         short = {rope: replace(rope, inv_freq=rope.short_freq) for rope in self.ropes if max_seq_len <= rope.short_len}
-        turned = {
-            index: replace(mixer, rope=short[mixer.rope])
+        changed = {
+            index: replace(
+                mixer,
+                rope=mixer.rope and short.get(mixer.rope, mixer.rope),
+                window=None if mixer.window is None or mixer.window >= max_seq_len else mixer.window,
+            )
             for index, mixer in self.attention
-            if mixer.rope is not None and mixer.rope in short
         }
-        mixers = (turned.get(index, layer.mixer) for index, layer in enumerate(self.layers))
-        return self.with_mixers(tuple(mixers)) if short else self
+        mixers = [changed.get(index, layer.mixer) for index, layer in enumerate(self.layers)]
+        return self if changed == dict(self.attention) else self.with_mixers(mixers)
 
     @property
     def gates_mlps(self) -> bool:

@@ -8,7 +8,8 @@ Pure bookkeeping; the bytes live in a backend. A block is in one of three states
 
 Cached and empty blocks together are the free ones, handed out least recently released first. `host` has the blocks
 of the second pool, where preempted sequences' blocks may wait; `states` the states of running sequences and of
-`snapshots`, if the model's layers keep some.
+`snapshots`, if the model's layers keep some; `windows` the blocks of layers that see a window only, if these have a
+memory of their own.
 """
 
 import hashlib
@@ -79,9 +80,10 @@ class BlockPool:
         is_caching: bool = True,
         num_host_blocks: int = 0,
         snapshots: Snapshots | None = None,
+        windows: "WindowPool | None" = None,
     ) -> None:
-        """`snapshots`: None = no layer keeps a state."""
-        self.num_blocks = num_blocks
+        """`snapshots`: None = no layer keeps a state. `windows`: None = all layers have their keys in these blocks."""
+        self.num_blocks, self.windows = num_blocks, windows
         self.host, self.snapshots = Places(num_host_blocks), snapshots or Snapshots()
         self.states = self.snapshots.places
         self.is_caching = is_caching
@@ -204,6 +206,8 @@ class BlockPool:
         """Forget all hashes. Sequences keep the blocks that they hold."""
         for block in range(self.num_blocks):
             self._forget(block)
+        if self.windows is not None:
+            self.windows.forget_all()
 
     def check(self) -> None:
         """Assert the invariants."""
@@ -226,3 +230,35 @@ class BlockPool:
             self._hash_of[block] = None
         if block in self._part_hash_of:
             del self._part_of[self._part_hash_of.pop(block)]
+
+
+class WindowPool(BlockPool):
+    """The blocks of layers that see only a window. A sequence has a table of these beside its block table, with the
+    same block size; entries behind the window are given back. A hash may be known here, in the other pool, or in both.
+    """
+
+    def __init__(self, num_blocks: int, reach: int, block_size: int, is_caching: bool = True) -> None:
+        """`reach`: of RankInfo."""
+        super().__init__(num_blocks, is_caching)
+        self.reach, self.block_size = reach, block_size
+        # most blocks that a sequence needs in order to go on: its window, begun at any token, and one more
+        self.most_needed = -(-reach // block_size) + 3
+
+    def first_of(self, position: int) -> int:
+        """The first block that a step reads which begins at `position`."""
+        return max(0, position + 1 - self.reach) // self.block_size
+
+    def match_end(self, hashes: Sequence[bytes]) -> tuple[int, list[int]]:
+        """The longest prefix of `hashes` of which the last window is known: its number of blocks, and the blocks of
+        that window. Changes nothing.
+        """
+        count = index = len(hashes)
+        found: list[int] = []
+        while index > self.first_of(count * self.block_size):
+            index -= 1
+            block = self.block_of(hashes[index])
+            if block is None:
+                count, found = index, []
+            else:
+                found.append(block)
+        return count, found[::-1]

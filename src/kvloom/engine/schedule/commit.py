@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from kvloom.contract.messages import Work
-from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.blocks import BlockPool, WindowPool
 from kvloom.engine.schedule.keeping import begin_keep, give_up_kept, leave_state, publish_block, publish_kept
 from kvloom.engine.schedule.seq import Plan, Seq, SeqStep, Status, num_blocks_of
 
@@ -24,6 +24,15 @@ def swap_out(plan: Plan, pool: BlockPool) -> list[tuple[int, int]]:
     return copies
 
 
+def swap_out_windows(plan: Plan) -> list[tuple[int, int]]:
+    """The same of a window's blocks, which go to the same host blocks. Call it between swap_out and apply_step."""
+    return [
+        pair
+        for seq in plan.swapped
+        for pair in zip(seq.held_windows, seq.host_blocks[seq.num_dropped :], strict=bool(seq.window_table))
+    ]
+
+
 def apply_step(plan: Plan, pool: BlockPool) -> list[Work]:
     """Take and give blocks as planned. Returns the rank's work. Counts of the sequences change only in commit_step."""
     for seq in plan.preempted:
@@ -34,11 +43,24 @@ def apply_step(plan: Plan, pool: BlockPool) -> list[Work]:
         pool.retain(hits)  # all of them before any allocation, which could evict one
     copied = [step.part for step in plan.steps if step.part >= 0]
     pool.retain(copied)  # until nothing is allocated: the rank copies them before it computes
+    copied_windows = _retain_windows(plan, pool.windows)
     works = [_admit(step, pool) for step in plan.steps]
     pool.release(copied)
+    if pool.windows is not None:
+        pool.windows.release(copied_windows)
     for step, work in zip(plan.steps, works, strict=True):  # behind admissions: a place is read before it is written
         begin_keep(step, work, pool)
     return works
+
+
+def _retain_windows(plan: Plan, windows: WindowPool | None) -> list[int]:
+    """The same of a window's blocks. Returns those that are copied."""
+    copied = [step.part_window for step in plan.steps if step.part_window >= 0]
+    if windows is not None:
+        windows.retain(copied)
+        for step in plan.steps:
+            windows.retain(step.windows)
+    return copied
 
 
 def _admit(step: SeqStep, pool: BlockPool) -> Work:
@@ -46,13 +68,16 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
     new = pool.allocate(step.num_new_blocks)
     assert new is not None, "the plan promised blocks that are not free"
     first, loads, state, begun = 0, [], -1, -1
+    host_blocks: list[int] = []
     if seq.status is Status.WAITING:
         seq.status = Status.RUNNING
         seq.num_computed, seq.block_table = step.start, list(step.hits)
+        seq.window_table, seq.num_dropped = [-1] * step.num_dropped + list(step.windows), step.num_dropped
         seq.num_published = len(step.hits)
         if seq.num_preemptions == 0:
             seq.num_cached = min(step.start, seq.num_prompt)
         loads = list(zip(seq.host_blocks[len(step.hits) :], new, strict=False))  # the cached blocks are not copied back
+        host_blocks = seq.host_blocks
         forget_swapped(seq, pool)
         state = _take_state(seq, pool)
         seq.base, seq.marks = step.snapshot, list(step.marks)
@@ -65,7 +90,20 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
     seq.block_table += new
     seq.num_computing += step.num_tokens
     blocks, draft = seq.block_table[first:], list(step.draft)
-    return Work(seq.id, step.start, step.num_tokens, first, blocks, draft, loads, state, step.part, begun)
+    work = Work(seq.id, step.start, step.num_tokens, first, blocks, draft, loads, state, step.part, begun)
+    if pool.windows is not None and len(seq.window_table) < len(seq.block_table):
+        _add_windows(work, step, host_blocks, pool.windows)
+    return work
+
+
+def _add_windows(work: Work, step: SeqStep, host_blocks: list[int], windows: WindowPool) -> None:
+    """Give the sequence as many of a window's blocks. `host_blocks`: those that it comes back from."""
+    seq, known = step.seq, len(step.seq.window_table)
+    new = windows.allocate(len(seq.block_table) - known)
+    assert new is not None, "the plan promised a window's blocks that are not free"
+    seq.window_table += new
+    work.windows, work.copied_window = seq.window_table[work.first_block :], step.part_window
+    work.window_loads = list(zip(host_blocks[known:], new, strict=False))
 
 
 def _take_state(seq: Seq, pool: BlockPool) -> int:
@@ -86,9 +124,7 @@ def forget_swapped(seq: Seq, pool: BlockPool) -> None:
     seq.host_blocks, seq.num_swapped = [], 0
 
 
-def commit_step(
-    plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPool, block_size: int, reach: int = 0
-) -> list[list[int]]:
+def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPool, block_size: int) -> list[list[int]]:
     """After the rank has run the step: advance sequences, append sampled tokens (id -> tokens), publish full blocks.
 
     All sampled tokens but the last were drafts; blocks of rejected drafts are given back. A sequence that ended while
@@ -96,7 +132,7 @@ def commit_step(
     its last token again, and what was planned behind it is void. Blocks of sequences that are computed whole are not
     published.
 
-    `reach`: of RankInfo. Blocks that no later step reads are given back; they stay cached.
+    A window's blocks that no later step reads are given back; they stay cached.
 
     Returns the blocks that are newly published, a list a sequence in chain order, except those of prompts that are
     given away.
@@ -117,6 +153,9 @@ def commit_step(
         if num_used < len(seq.block_table):
             pool.release(seq.block_table[num_used:])
             del seq.block_table[num_used:]
+            if pool.windows is not None:
+                pool.windows.release(seq.window_table[num_used:])
+                del seq.window_table[num_used:]
         if seq.is_whole:
             continue
         if len(seq.hashes) < len(seq.token_ids) // block_size:
@@ -132,8 +171,8 @@ def commit_step(
             publish_kept(seq, pool)
         else:
             _publish_part(seq, pool, block_size)
-        if reach and seq.giving is None:
-            _drop_passed(seq, pool, block_size, reach)
+        if pool.windows is not None:
+            _drop_passed(seq, pool.windows)
     return [blocks for blocks in fresh if blocks]
 
 
@@ -143,13 +182,15 @@ def _publish_part(seq: Seq, pool: BlockPool, block_size: int) -> None:
     is_held = seq.num_dropped <= index < len(seq.block_table)
     if seq.part_hash and is_held and seq.num_computed >= index * block_size + seq.num_in_part(block_size):
         pool.publish_part(seq.block_table[index], seq.part_hash)
+        if pool.windows is not None:
+            pool.windows.publish_part(seq.window_table[index], seq.part_hash)
 
 
-def _drop_passed(seq: Seq, pool: BlockPool, block_size: int, reach: int) -> None:
+def _drop_passed(seq: Seq, windows: WindowPool) -> None:
     """Give back blocks behind the window. Steps under way begin at num_computed or later, and read no further back."""
-    num_passed = max(0, seq.num_computed + 1 - reach) // block_size
+    num_passed = windows.first_of(seq.num_computed)
     if num_passed > seq.num_dropped:
-        pool.release(seq.block_table[seq.num_dropped : num_passed])
+        windows.release(seq.window_table[seq.num_dropped : num_passed])
         seq.num_dropped = num_passed
 
 
@@ -170,9 +211,11 @@ def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
     else:
         leave_state(seq, pool)
     give_up_kept(seq, pool)
-    pool.release(seq.held_blocks)
+    pool.release(seq.block_table)
+    if pool.windows is not None:
+        pool.windows.release(seq.held_windows)
     pool.states.release(seq.states)
-    seq.block_table, seq.states = [], []
+    seq.block_table, seq.window_table, seq.states = [], [], []
     seq.num_computed = seq.num_computing = seq.num_published = seq.num_dropped = 0
     seq.status, seq.loading = status, ()
 
@@ -189,7 +232,7 @@ def forget_rank(seq: Seq) -> None:
         seq.giving.lose(is_computed=False)
     seq.num_preemptions += seq.status is Status.RUNNING
     seq.status, seq.loading, seq.is_asked = Status.WAITING, (), False
-    seq.block_table, seq.host_blocks, seq.states = [], [], []
+    seq.block_table, seq.window_table, seq.host_blocks, seq.states = [], [], [], []
     seq.marks, seq.keeping, seq.base = [], [], None
     seq.num_computed = seq.num_computing = seq.num_published = seq.num_dropped = seq.num_swapped = 0
 
@@ -205,10 +248,11 @@ def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int, transferred: Se
         assert 0 <= seq.num_computed <= len(seq.token_ids)
         assert len(seq.host_blocks) == num_blocks_of(seq.num_swapped, block_size)
         assert not (seq.host_blocks and seq.block_table), "swapped out and running"
-        assert 0 <= seq.num_dropped <= seq.num_published
+        assert 0 <= seq.num_dropped <= len(seq.window_table)
+        assert len(seq.window_table) == (len(seq.block_table) if pool.windows is not None else 0)
         assert bool(seq.states) == (seq.status is Status.RUNNING and pool.states.count > 0)
         assert seq.status is Status.RUNNING or not (seq.marks or seq.keeping)
-        for block in seq.held_blocks:
+        for block in seq.block_table:
             held[block] = held.get(block, 0) + 1
     pool.host.check([block for seq in seqs for block in seq.host_blocks])
     coming = [keep.place for seq in seqs for keep in seq.keeping]
@@ -217,3 +261,8 @@ def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int, transferred: Se
     pool.states.check([*(state for seq in seqs for state in seq.states), *kept, *coming])
     for block in range(pool.num_blocks):
         assert pool.num_holders(block) == held.get(block, 0), f"block {block}: holders and block tables differ"
+    if pool.windows is not None:
+        pool.windows.check()
+        held = Counter(block for seq in seqs for block in seq.held_windows)
+        for block in range(pool.windows.num_blocks):
+            assert pool.windows.num_holders(block) == held[block], f"window's block {block}: holders and tables differ"

@@ -53,8 +53,10 @@ def give_up_kept(seq: Seq, pool: BlockPool) -> None:
 
 
 def publish_block(seq: Seq, index: int, pool: BlockPool, block_size: int) -> bool:
-    """Publish the full block `index` of its table. Returns as BlockPool.publish."""
+    """Publish the full block `index` of its tables. Returns as BlockPool.publish, of the block of all tokens."""
     block, first = seq.block_table[index], index * block_size
+    if pool.windows is not None and index >= seq.num_dropped:
+        pool.windows.publish(seq.window_table[index], seq.hashes[index])
     is_new = pool.publish(block, seq.hashes[index])
     if is_new and pool.snapshots.most:
         tokens = seq.token_ids[first : first + block_size]

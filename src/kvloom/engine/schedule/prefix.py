@@ -1,6 +1,7 @@
 """What a waiting sequence may begin with: cached blocks, a copy of a part of one, the state behind them. Pure.
 
-Where layers keep a state, that is the longest prefix of which every block and the state are known.
+Where layers keep a state, that is the longest prefix of which every block and the state are known; where layers with
+a window have blocks of their own, the longest of which every block of all tokens and those of its last window are.
 """
 
 from typing import NamedTuple
@@ -28,6 +29,16 @@ class Prefix(NamedTuple):
     marks: tuple[int, ...] = ()  # positions where snapshots are to be taken
     num_stateless: int = 0  # of SeqStep
     num_passed: int = 0
+    windows: tuple[int, ...] = ()  # of a window's blocks, those before the start that are known
+    num_dropped: int = 0  # blocks before these, which no step reads
+    part_window: int = -1  # as `part`
+
+    def num_idle_windows(self, pool: BlockPool) -> int:
+        """The same of a window's blocks."""
+        if pool.windows is None:
+            return 0
+        part = self.part_window >= 0 and pool.windows.is_idle(self.part_window)
+        return sum(map(pool.windows.is_idle, self.windows)) + part
 
     def num_idle(self, pool: BlockPool) -> int:
         """Blocks that are free now and become used."""
@@ -39,15 +50,28 @@ def find_prefix(seq: Seq, pool: BlockPool, block_size: int, may_copy: bool = Tru
     if pool.snapshots.most:
         return _find_state(seq, pool, block_size, may_copy)
     reusable = seq.reusable(block_size)
-    hits = pool.match(reusable)
-    lacked = () if seq.host_blocks else tuple(reusable[len(hits) :])
-    start = max(len(hits) * block_size, seq.num_swapped)
+    found = _find_blocks(seq, pool, reusable, block_size)
+    lacked = () if seq.host_blocks else tuple(reusable[len(found.hits) :])
     if lacked or seq.host_blocks:
-        return Prefix(hits, start, lacked=lacked, awaited=lacked[0] if lacked else b"")
+        return found._replace(lacked=lacked, awaited=lacked[0] if lacked else b"")
     part = pool.part(seq.part_hash) if may_copy else None
-    if part is None:
-        return Prefix(hits, start, awaited=seq.part_hash)
-    return Prefix(hits, start + seq.num_in_part(block_size), part)
+    part_window = None if pool.windows is None else pool.windows.part(seq.part_hash)
+    if part is None or (pool.windows is not None and part_window is None):
+        return found._replace(awaited=seq.part_hash)
+    start, part_window = found.start + seq.num_in_part(block_size), -1 if part_window is None else part_window
+    return found._replace(start=start, part=part, part_window=part_window)
+
+
+def _find_blocks(seq: Seq, pool: BlockPool, reusable: list[bytes], block_size: int) -> Prefix:
+    """The full blocks among them. Those that wait on the host count as found."""
+    hits = pool.match(reusable)
+    if pool.windows is None:
+        return Prefix(hits, max(len(hits) * block_size, seq.num_swapped))
+    count, windows = pool.windows.match_end(reusable[: len(hits)])
+    if count * block_size > seq.num_swapped or not seq.num_swapped:
+        return Prefix(hits[:count], count * block_size, windows=tuple(windows), num_dropped=count - len(windows))
+    start = seq.num_swapped
+    return Prefix(hits[: start // block_size], start, num_dropped=pool.windows.first_of(start))
 
 
 def _find_state(seq: Seq, pool: BlockPool, block_size: int, may_copy: bool) -> Prefix:

@@ -12,6 +12,17 @@ from msgspec.structs import replace
 
 from kvloom.contract.config import Limits
 from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.free import (
+    Free,
+    Need,
+    first_step_needs,
+    free_of,
+    needed,
+    owed,
+    room_for,
+    step_tokens,
+    taken,
+)
 from kvloom.engine.schedule.prefix import Prefix, find_prefix, mark_of
 from kvloom.engine.schedule.seq import LoadStep, Plan, Seq, SeqStep, Status, num_blocks_of
 from kvloom.engine.schedule.swap import SwapCosts, is_swap_cheaper
@@ -50,8 +61,8 @@ class _Budget:
 
     num_seqs: int  # sequences that may join
     num_tokens: int
-    num_free: int  # free blocks
-    num_spare: int  # free blocks not promised to running sequences
+    free: Free
+    spare: Free  # what is free and not promised to running sequences
     is_shared: bool  # whether running sequences compute in this step
 
 
@@ -61,7 +72,7 @@ class _Running(NamedTuple):
     seqs: list[Seq]
     steps: list[SeqStep]
     preempted: list[Seq]  # the last of the order comes first
-    num_free: int  # free blocks left
+    free: Free  # what is left
 
 
 class _Coming(NamedTuple):
@@ -94,11 +105,12 @@ def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits, now: Circums
     """
     alone = now.alone
     ordered, waiting = _queues(seqs, now)
-    share = _share_tokens(ordered if alone is None else [seq for seq in ordered if seq is alone], limits)
+    room = step_tokens(pool, len(ordered), limits.block_size)
+    share = _share_tokens(ordered if alone is None else [seq for seq in ordered if seq is alone], limits, room)
     running = _plan_running(ordered, share, pool, limits)
     if running.preempted:
         return _preempting(running.steps, running.preempted, pool, now.costs)
-    steps, num_free = running.steps, running.num_free
+    steps, free = running.steps, running.free
     loads: list[LoadStep] = []
     loading = [seq for seq in seqs if seq.status is Status.LOADING]
     if waiting and (alone is not None or may_admit(len(waiting), running.seqs, limits, now.oldest_wait_s)):
@@ -108,10 +120,10 @@ def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits, now: Circums
             _being_computed(running, pool, limits) if may_hold(pool, limits, alone) else None,
         )
         admitted, loads = _plan_waiting(waiting, budget, pool, limits, coming)
-        steps, num_free = steps + admitted, budget.num_free
+        steps, free = steps + admitted, budget.free
     if alone is not None and waiting and ordered and not (steps or loads or loading):
         return _preempting([], ordered[-1:], pool, now.costs)
-    return Plan(tuple(_with_drafts(steps, num_free, limits)), loads=tuple(loads))
+    return Plan(tuple(_with_drafts(steps, free, limits)), loads=tuple(loads))
 
 
 def _queues(seqs: Sequence[Seq], now: Circumstances) -> tuple[list[Seq], list[Seq]]:
@@ -132,7 +144,7 @@ def _choose_swapped(preempted: Iterable[Seq], pool: BlockPool, costs: SwapCosts)
     chosen, free = [], pool.host.num_free
     for seq in preempted:
         count = len(seq.block_table)
-        if not seq.num_dropped and count <= free and is_swap_cheaper(count, seq.num_computed, costs):
+        if count <= free and is_swap_cheaper(count, seq.num_computed, costs):
             chosen.append(seq)
             free -= count
     return chosen
@@ -185,8 +197,8 @@ def _ordered(seqs: list[Seq], key: Key | None) -> list[Seq]:
     return seqs if key is None else sorted(seqs, key=key)
 
 
-def _share_tokens(running: Sequence[Seq], limits: Limits) -> dict[int, int]:
-    """Tokens a running sequence may compute: one for each decode, the rest to prefills in their order."""
+def _share_tokens(running: Sequence[Seq], limits: Limits, room: int) -> dict[int, int]:
+    """Tokens a running sequence may compute: one for each decode, the rest to prefills in order, `room` at most."""
     share: dict[int, int] = {}
     prefills: list[Seq] = []
     for seq in running:
@@ -194,7 +206,7 @@ def _share_tokens(running: Sequence[Seq], limits: Limits) -> dict[int, int]:
             prefills.append(seq)
         elif not seq.is_ending:
             share[seq.id] = 1
-    budget = min(limits.max_tokens - len(share), limits.prefill_tokens)
+    budget = min(limits.max_tokens - len(share), limits.prefill_tokens, room)
     for seq in prefills:
         stop = seq.marks[0].position if seq.marks else 0
         share[seq.id] = seq.reach(seq.next_start, min(seq.num_pending, budget), stop)
@@ -209,7 +221,7 @@ def _plan_running(running: list[Seq], share: Mapping[int, int], pool: BlockPool,
     """
     steps: list[SeqStep] = []
     preempted: list[Seq] = []
-    free = pool.num_free
+    free = free_of(pool)
     end = len(running)  # running[end:] are preempted
     stop = 1 if limits.max_preempt is None else max(1, end - limits.max_preempt)  # running[:stop] are safe
     i = 0
@@ -217,15 +229,16 @@ def _plan_running(running: list[Seq], share: Mapping[int, int], pool: BlockPool,
         seq = running[i]
         count, start = share.get(seq.id, 0), seq.next_start
         need = num_blocks_of(start + count, limits.block_size) - len(seq.block_table)
-        while count and need > free and end > stop:
+        while count and need > free.least and end > stop:
             end -= 1
             preempted.append(running[end])
-            free += pool.num_exclusive(running[end].held_blocks)
+            free.add_held(running[end], pool)
             if end == i:
                 break
-        if i < end and count and need <= free:
+        if i < end and count and need <= free.least:
             steps.append(SeqStep(seq, start, count, need))
-            free -= need
+            if need:
+                free.take(Need(need, need))
         i += 1
     return _Running(running, steps, preempted, free)
 
@@ -237,12 +250,14 @@ def _budget(running: _Running, num_loading: int, pool: BlockPool, limits: Limits
         limits.max_batch - len(running.seqs) - num_loading,
         limits.prefill_slots - len(prefills),
     )
+    room = step_tokens(pool, len(running.seqs), limits.block_size)
     num_tokens = min(
         limits.max_tokens - sum(step.num_tokens for step in running.steps),
-        limits.prefill_tokens - sum(step.num_tokens for step in prefills),
+        min(limits.prefill_tokens, room) - sum(step.num_tokens for step in prefills),
     )
-    num_owed = sum(_num_promised(seq, pool, limits) - len(seq.block_table) for seq in running.seqs)
-    return _Budget(num_seqs, num_tokens, running.num_free, pool.num_free - num_owed, bool(running.steps))
+    spare = free_of(pool)
+    spare.take(owed(running.seqs, [_num_promised(seq, pool, limits) for seq in running.seqs], pool))
+    return _Budget(num_seqs, max(0, num_tokens), running.free, spare, bool(running.steps))
 
 
 def _plan_waiting(
@@ -260,26 +275,28 @@ def _plan_waiting(
         if len(steps) + len(loads) >= budget.num_seqs or budget.num_tokens == 0:
             break
         length = len(seq.token_ids)
+        num_blocks = num_blocks_of(length, block_size)
         found = find_prefix(seq, pool, block_size)
         if coming.computed and found.awaited in coming.computed:
             continue
-        if _num_needed(found, length, pool, block_size) > budget.num_free:
+        if not budget.free.has(taken(found, pool) + needed(found, num_blocks, pool)):
             found = find_prefix(seq, pool, block_size, may_copy=False)
-        if _num_needed(found, length, pool, block_size) > budget.num_free:
+        if not budget.free.has(taken(found, pool) + needed(found, num_blocks, pool)):
             break
-        hits, taken = found.hits, found.num_idle(pool)
-        promised = taken + max(0, _num_promised(seq, pool, limits) - len(hits))
-        if promised > budget.num_spare:
+        hits, begun = found.hits, taken(found, pool)
+        promised = begun + needed(found, _num_promised(seq, pool, limits), pool)
+        if not budget.spare.has(promised):
             break
         if coming.loaded is not None and found.lacked and not seq.is_asked:
             if found.lacked[0] not in coming.loaded:
                 loads.append(LoadStep(seq, tuple(hits), found.lacked))
                 coming.loaded.update(found.lacked)
-                budget.num_free -= taken + len(found.lacked)
-                budget.num_spare -= promised
+                budget.free.take(begun + Need(len(found.lacked)))
+                budget.spare.take(promised)
             continue
         start = found.start
-        count = seq.reach(start, min(length - start, budget.num_tokens), found.marks[0] if found.marks else 0)
+        most = min(length - start, budget.num_tokens, room_for(found, budget.free, pool, block_size))
+        count = seq.reach(start, most, found.marks[0] if found.marks else 0)
         if seq.is_whole and count < length - start:
             if steps or budget.is_shared:
                 break
@@ -289,8 +306,8 @@ def _plan_waiting(
             coming.computed.update([mark.key for mark in step.marks])
             coming.computed.update(_block_hashes(seq, len(hits), start + count, limits))
         budget.num_tokens = max(0, budget.num_tokens - count)
-        budget.num_free -= taken + step.num_new_blocks
-        budget.num_spare -= promised
+        budget.free.take(first_step_needs(found, start + count, pool, block_size))
+        budget.spare.take(promised)
     return steps, loads
 
 
@@ -298,16 +315,24 @@ def _admission(seq: Seq, found: Prefix, count: int, block_size: int) -> SeqStep:
     """The first step of a sequence, of `count` tokens."""
     need = num_blocks_of(found.start + count, block_size) - len(found.hits)
     marks = tuple(mark_of(seq, position, block_size) for position in found.marks)
-    missed = found.num_passed, found.num_stateless
-    return SeqStep(seq, found.start, count, need, tuple(found.hits), (), found.part, found.snapshot, marks, *missed)
+    return SeqStep(
+        seq,
+        found.start,
+        count,
+        need,
+        tuple(found.hits),
+        part=found.part,
+        snapshot=found.snapshot,
+        marks=marks,
+        num_passed=found.num_passed,
+        num_stateless=found.num_stateless,
+        windows=found.windows,
+        num_dropped=found.num_dropped,
+        part_window=found.part_window,
+    )
 
 
-def _num_needed(found: Prefix, length: int, pool: BlockPool, block_size: int) -> int:
-    """Free blocks that a sequence of `length` tokens takes. Cached ones that nobody else holds become used."""
-    return found.num_idle(pool) + num_blocks_of(length, block_size) - len(found.hits)
-
-
-def _with_drafts(steps: Sequence[SeqStep], free: int, limits: Limits) -> list[SeqStep]:
+def _with_drafts(steps: Sequence[SeqStep], free: Free, limits: Limits) -> list[SeqStep]:
     """The steps with drafts added to decoding sequences, as far as the budget and `free` blocks allow."""
     num_guessing = sum(bool(step.seq.draft) and _may_guess(step) for step in steps)
     if not num_guessing:
@@ -317,7 +342,7 @@ def _with_drafts(steps: Sequence[SeqStep], free: int, limits: Limits) -> list[Se
     for step in steps:
         if _may_guess(step):
             num_blocks = len(step.seq.block_table) + step.num_new_blocks
-            room = (num_blocks + free) * limits.block_size - step.start - step.num_tokens
+            room = (num_blocks + free.least) * limits.block_size - step.start - step.num_tokens
             draft = step.seq.draft[: min(limits.max_draft_tokens // num_guessing, budget, room)]
             extra = num_blocks_of(step.start + step.num_tokens + len(draft), limits.block_size) - num_blocks
             step = replace(
@@ -327,7 +352,7 @@ def _with_drafts(steps: Sequence[SeqStep], free: int, limits: Limits) -> list[Se
                 draft=tuple(draft),
             )
             budget -= len(draft)
-            free -= extra
+            free.take(Need(extra, extra))
         result.append(step)
     return result
 

@@ -37,7 +37,8 @@ class Seq:
     num_computed: int = 0  # tokens whose keys and values are in block_table
     num_computing: int = 0  # tokens after those, computed by steps under way; block_table has room for them
     block_table: list[int] = field(default_factory=list)
-    num_dropped: int = 0  # blocks at the beginning of block_table that no step reads any more and that were given back
+    window_table: list[int] = field(default_factory=list)  # of WindowPool, if there is one; as long as block_table
+    num_dropped: int = 0  # blocks at the beginning of window_table that no step reads and that it does not hold
     hashes: list[bytes] = field(default_factory=list)  # hashes of the full blocks of token_ids
     part_hash: bytes = b""  # of the tokens behind the reusable blocks and before the first that must be computed
     num_published: int = 0  # blocks of block_table that are published
@@ -60,9 +61,9 @@ class Seq:
     giving: Giving | None = None  # set when its prompt's blocks are for another engine
 
     @property
-    def held_blocks(self) -> list[int]:
-        """The blocks of block_table that it still holds."""
-        return self.block_table[self.num_dropped :] if self.num_dropped else self.block_table
+    def held_windows(self) -> list[int]:
+        """The blocks of window_table that it holds."""
+        return self.window_table[self.num_dropped :]
 
     def extend_hashes(self, block_size: int) -> None:
         """Add the hashes of the full blocks of token_ids that `hashes` lacks."""
@@ -175,6 +176,9 @@ class SeqStep(msgspec.Struct, frozen=True):
     marks: tuple[Mark, ...] = ()
     num_passed: int = 0  # tokens by which it misses the snapshot of a prompt that it leaves just before its end
     num_stateless: int = 0  # tokens behind the start whose keys and values are known, but no state
+    windows: tuple[int, ...] = ()  # these as in Prefix, of a newly admitted sequence
+    num_dropped: int = 0
+    part_window: int = -1
 
 
 class LoadStep(msgspec.Struct, frozen=True):

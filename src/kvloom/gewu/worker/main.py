@@ -164,7 +164,9 @@ def open_worker(setup: Open, progress: Progress) -> tuple[Worker, WorkerInfo]:
     planner = ClassPlanner(
         time.monotonic,
         CpuShare().serve,
-        lambda blocks: release_blocks(runner.kv_layers, blocks),
+        lambda blocks, windows: (
+            release_blocks(runner.kv_layers, blocks) + release_blocks(runner.window_layers, windows)
+        ),
     )
     engine = Engine(config, InProcessExecutor(runner), tokenizer, planner)
     info = runner.info

@@ -31,7 +31,8 @@ class Ragged(NamedTuple):
     positions; block_table [S, max_blocks], -1 = unused: position p of s lives in slot p % block_size of block
     block_table[s, p // block_size]; adapters [S]: what add_adapter was given, 0 = none; () = none for all. types [T]:
     of tokens, for a model that has such; None = all 0. places [S]: where each sequence has its state, for a model whose
-    layers keep one. It has zeros where a sequence begins, at position 0, whatever was there.
+    layers keep one. It has zeros where a sequence begins, at position 0, whatever was there. windows, of block_table's
+    shape: a window's blocks of a backend with such, -1 also behind the window.
     """
 
     ids: Ints
@@ -41,6 +42,7 @@ class Ragged(NamedTuple):
     adapters: Sequence[int] = ()
     types: Ints | None = None
     places: Ints | None = None
+    windows: Ints | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class Backend(Protocol):
     held_as: str  # how weights are stored, for people: "in 8 bits"
     num_states: int  # sequences that may have a state at once; 0 = the model's layers keep none
     state_bytes: int  # of one sequence
+    num_window_blocks: int  # blocks of the layers that windows.windowed names; 0 = they share those of all layers
     kv_layout: str  # identifies the byte layout of a KV block, and the arithmetic, beyond dtype and shape
 
     @property
@@ -110,6 +113,16 @@ class Backend(Protocol):
         """The same bytes by layer with keys and values of its own: keys, values, then the scales of both if they have
         some, each uint8 [num_blocks, bytes of a block].
         """
+        ...
+
+    @property
+    def window_parts(self) -> tuple[Any, ...]:
+        """As kv_parts, each [num_window_blocks, bytes of a block]; () without such blocks."""
+        ...
+
+    @property
+    def window_layers(self) -> list[list[Any]]:
+        """As kv_layers, which then leave these layers out."""
         ...
 
     @property
@@ -148,11 +161,14 @@ class Backend(Protocol):
         """
         ...
 
-    def step_again(self, new_blocks: Sequence[tuple[int, int, int]]) -> Ints:
+    def step_again(
+        self, new_blocks: Sequence[tuple[int, int, int]], new_windows: Sequence[tuple[int, int, int]] = ()
+    ) -> Ints:
         """The step behind the last one, of the same sequences, whose next tokens the backend has all chosen, one row
         for each: moves ids, positions and choices in that step's arrays on by a token, computes it, and returns the
         tokens that it chooses.
 
-        new_blocks: (sequence, index in its row of block_table, block), which that array need not show.
+        new_blocks: (sequence, index in its row of block_table, block), which that array need not show; new_windows the
+        same for `windows`.
         """
         ...

@@ -3,8 +3,6 @@ program.
 """
 
 import ctypes
-import itertools
-import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvloom.checkpoints.families.mixers import DeltaRule, Mamba2, Recurrent, Rope, ShortConv
 from kvloom.checkpoints.families.spec import DecoderSpec
-from kvloom.checkpoints.footprint import kv_layer_bytes
 from kvloom.checkpoints.lora import FIELD, AdapterFile
 from kvloom.checkpoints.lora_tensors import pairs_of
 from kvloom.checkpoints.source import WeightSource
@@ -26,6 +22,7 @@ from kvloom.contract.messages import Progress
 from kvloom.rank.kernels import build, cpu_abi
 from kvloom.rank.kernels.backend import Choices, Floats, Head, Ints, Ragged
 from kvloom.rank.kernels.cpu_abi import Batch, DrawRules, Instruction, Shape
+from kvloom.rank.kernels.cpu_cache import BlockShape, layers_of, lazy_zeros
 from kvloom.rank.kernels.layer_table import LayerTable
 from kvloom.rank.kernels.packed import Packed
 from kvloom.rank.kernels.packer import Packer, widest_mlp
@@ -51,6 +48,7 @@ class CpuOptions:
     packed: Packed | None = None  # keeps packed weights between starts; None = pack at every start
     block_size: int = BLOCK_SIZE  # tokens a block of the KV cache; a multiple of this
     num_states: int = MAX_BATCH  # sequences that may have a state at once, if layers keep one
+    num_window_blocks: int = 0  # of Backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,7 @@ class _Call:
     layer_rows: Floats  # what layers get of the tokens; empty if they get nothing
     held: object  # keeps alive the arrays that `batch` points into
     blocks: Ints  # [seqs, blocks of a sequence]
+    windows: Ints  # the same of a window's blocks, if there are some
 
 
 class CpuBackend:
@@ -99,9 +98,8 @@ class CpuBackend:
         library = build.library(options.isa)
         self._lib = cpu_abi.load(library)
         self.num_threads = options.num_threads or len(os.sched_getaffinity(0))
-        sides = [side for _, own in spec.cached for side in kv_layer_bytes(kv_dtype, "cpu", own)]
-        # where keys and values of each layer begin in a block, in turns, and its end
-        self._side_at = [0, *itertools.accumulate(self.block_size * side for side in sides)]
+        self.num_window_blocks = options.num_window_blocks
+        self._block = BlockShape(spec, kv_dtype, self.block_size, self.num_window_blocks > 0)
         self._model = self._lib.kvl_new(ctypes.byref(self._shape()))
         if not self._model:
             raise OutOfMemory(f"no memory, or no {self.num_threads} threads (ulimit -u, pids.max), for the CPU backend")
@@ -109,7 +107,7 @@ class CpuBackend:
         self.kv_layout = f"cpu-{kv_dtype}-k2-v2-{_SUMS}-{weight_format}-{build.sums_of(self.isa)}"
         ropes = self._add_ropes(min(spec.max_seq_len, num_blocks * self.block_size))
         packer = Packer(
-            Native(self._lib, self._model, self.num_threads), spec, (ropes, self._side_at), weights, weight_format
+            Native(self._lib, self._model, self.num_threads), spec, (ropes, self._block.at), weights, weight_format
         )
         packer.declare()
         self._table = LayerTable(spec, weights) if spec.layer_inputs else None
@@ -131,11 +129,12 @@ class CpuBackend:
         self._lib.kvl_set_program(
             self._model, (Instruction * len(packer.program))(*packer.program), len(packer.program)
         )
-        self.kv = _lazy_zeros((num_blocks, self._side_at[-1]))
-        self.kv_bytes = self.kv.nbytes
+        self.kv = lazy_zeros((num_blocks, self._block.block_bytes[0]))
+        self.window_kv = lazy_zeros((self.num_window_blocks, self._block.block_bytes[1]))
+        self.kv_bytes = self.kv.nbytes + self.window_kv.nbytes
         self.num_states = options.num_states if spec.state_floats else 0
         self.state_bytes = spec.state_floats * np.float32().nbytes
-        self.sequence_states = _lazy_zeros((self.num_states, self.state_bytes)).view(np.float32)
+        self.sequence_states = lazy_zeros((self.num_states, self.state_bytes)).view(np.float32)
         self._logits = np.empty((0, spec.vocab_size), np.float32)
         self._top_values, self._top_ids = np.empty((0, 0), np.float32), np.empty((0, 0), np.int32)
         self._call: _Call | None = None  # the last one
@@ -149,12 +148,16 @@ class CpuBackend:
             self._lib.kvl_step(self._model, ctypes.byref(call.batch))
         return call.head
 
-    def step_again(self, new_blocks: Sequence[tuple[int, int, int]]) -> Ints:
+    def step_again(
+        self, new_blocks: Sequence[tuple[int, int, int]], new_windows: Sequence[tuple[int, int, int]] = ()
+    ) -> Ints:
         """See kernels/backend.py."""
         call = self._call
         assert call is not None, "there was no step to go on from"
         for row, index, block in new_blocks:
             call.blocks[row, index] = block
+        for row, index, block in new_windows:
+            call.windows[row, index] = block
         if self._table is not None:
             call.layer_rows[:] = self._table.rows(call.head.tokens)
         self._lib.kvl_step_again(self._model, ctypes.byref(call.batch))
@@ -163,7 +166,9 @@ class CpuBackend:
     def _prepared(
         self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None, choices: Choices | None
     ) -> _Call:
-        ids, pos, qstart, blocks, adapters, types, places = batch
+        ids, pos, qstart, blocks, adapters, types, places, windows = batch
+        windows = np.empty((0, 0), np.int32) if windows is None else np.ascontiguousarray(windows)
+        assert not self.num_window_blocks or windows.shape == blocks.shape, "both tables have one shape"
         inputs = ids, pos, qstart, blocks
         states = np.empty(0, np.int32) if states is None else states
         num_full = tops.count(0)
@@ -203,8 +208,10 @@ class CpuBackend:
             self.spec.state_floats,
             None if places is None else places.ctypes.data,
             layer_rows.ctypes.data,
+            self.window_kv.ctypes.data if self.num_window_blocks else None,
+            windows.ctypes.data,
         )
-        return _Call(step, head, layer_rows, (own, wanted, held, types, choices, places), held[3])
+        return _Call(step, head, layer_rows, (own, wanted, held, types, choices, places), held[3], windows)
 
     def add_adapter(self, id: int, adapter: AdapterFile) -> int:
         """See kernels/backend.py. Its weights are held in 8 bits, or as bf16 where the model's linears are."""
@@ -246,8 +253,17 @@ class CpuBackend:
     @property
     def kv_layers(self) -> list[list[Any]]:
         """See kernels/backend.py."""
-        sides = [self.kv[:, start:end] for start, end in itertools.pairwise(self._side_at)]
-        return [sides[index : index + 2] for index in range(0, len(sides), 2)]
+        return layers_of(self.kv, self._block.at, of_windows=False)
+
+    @property
+    def window_parts(self) -> tuple[Any, ...]:
+        """See kernels/backend.py."""
+        return (self.window_kv,) if self.num_window_blocks else ()
+
+    @property
+    def window_layers(self) -> list[list[Any]]:
+        """See kernels/backend.py."""
+        return layers_of(self.window_kv, self._block.at, of_windows=True)
 
     def copy(self, target: Any, source: Any) -> None:
         """See kernels/backend.py."""
@@ -267,10 +283,10 @@ class CpuBackend:
         s = self.spec
         return Shape(
             s.hidden, widest_mlp(s), s.vocab_size, self.num_threads, KV_FORMATS[self.kv_dtype],
-            self.block_size // BLOCK_SIZE, self._side_at[-1],
+            self.block_size // BLOCK_SIZE, self._block.block_bytes[0],
             s.norm_eps, s.embed_scale, s.residual_scale, s.logit_scale,
             s.attention_scale, s.attention_softcap, s.logit_softcap, s.glu_limit, s.glu_alpha,
-            s.query_growth, s.growth_unit, s.sees_ahead,
+            s.query_growth, s.growth_unit, s.sees_ahead, self._block.block_bytes[1],
         )  # fmt: skip
 
     def _use(self, asked: str | None) -> str:
@@ -326,16 +342,3 @@ def _sizes(mixer: Recurrent) -> tuple[str, *tuple[int, ...]]:
             return "heads of a delta rule of sizes", mixer.k_dim, mixer.v_dim
         case Mamba2():
             return "heads of Mamba-2 of sizes", mixer.head_dim, mixer.state_dim
-
-
-def _lazy_zeros(shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    """Zeroed memory that becomes resident when first written, in huge pages where the system has them.
-
-    Private, because most systems have no huge pages for shared memory.
-    """
-    if not np.prod(shape):
-        return np.zeros(shape, np.uint8)
-    pages = mmap.mmap(-1, int(np.prod(shape)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, np.uint8).reshape(shape)

@@ -35,6 +35,7 @@ class Shape(ctypes.Structure):
         ("query_growth", ctypes.c_float),
         ("growth_unit", _I32),
         ("sees_ahead", _I32),
+        ("window_block_bytes", _I64),
     )
 
 
@@ -66,6 +67,7 @@ class AttentionShape(ctypes.Structure):
         *((name, _I32) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "projected", "value_norm")),
         ("keys_at", _I64),
         ("values_at", _I64),
+        ("of_windows", _I32),
     )
 
 
@@ -125,6 +127,8 @@ class Batch(ctypes.Structure):
         ("state_floats", _I64),
         ("places", _POINTER),
         ("layer_rows", _POINTER),
+        ("window_kv", _POINTER),
+        ("windows", _POINTER),
     )
 
 

@@ -17,6 +17,7 @@ from kvloom.contract.messages import Progress
 from kvloom.rank.kernels import cpu_abi
 from kvloom.rank.kernels.backend import Floats
 from kvloom.rank.kernels.cpu_abi import AttentionShape, FileNumbers, Instruction
+from kvloom.rank.kernels.cpu_cache import At
 from kvloom.rank.kernels.expert_program import declare_experts
 from kvloom.rank.kernels.mixer_program import declare_mixer
 from kvloom.rank.kernels.program import GATES, Fill, Native, Program
@@ -38,17 +39,14 @@ class Packer:
         self,
         native: Native,
         spec: DecoderSpec,
-        memory: tuple[dict[Rope, int], list[int]],
+        memory: tuple[dict[Rope, int], dict[int, At]],
         weights: WeightSource,
         weight_format: str,
     ) -> None:
-        """`memory`: the library's number of each rotary table; of a block of the cache, where keys and values of each
-        layer begin, in turns.
-        """
-        ropes, side_at = memory
+        """`memory`: the library's number of each rotary table; where keys and values of each layer are in a block."""
+        ropes, self._at = memory
         self._lib, self._model, self._num_threads = native.library, native.model, native.num_threads
         self._spec, self._ropes, self._weights, self._weight_format = spec, ropes, weights, weight_format
-        self._keys_at = {layer: side_at[2 * index : 2 * index + 2] for index, (layer, _) in enumerate(spec.cached)}
         self._program = Program(native, weights, weight_format, spec.gates_mlps)
         self._arenas: list[int] = []  # bytes of each arena
         self.streamed_bytes = 0  # bytes of the linears that a step of one token reads
@@ -200,13 +198,13 @@ class Packer:
         sizes = own.num_heads, own.num_kv_heads, own.head_dim, own.value_dim
         if own.keys_of is not None:
             return self._program.attention(
-                AttentionShape(*sizes, cpu_abi.QUERIES, cpu_abi.NONE, *self._keys_at[own.keys_of])
+                AttentionShape(*sizes, cpu_abi.QUERIES, cpu_abi.NONE, *self._at[own.keys_of][:3])
             )
         norm = cpu_abi.NONE
         if self._spec.norms_values:
             norm = self._program.values(np.ones(own.value_dim, np.float32))
         projected = cpu_abi.KEYS if own.values_are_keys else cpu_abi.ALL
-        return self._program.attention(AttentionShape(*sizes, projected, norm, *self._keys_at[layer]))
+        return self._program.attention(AttentionShape(*sizes, projected, norm, *self._at[layer][:3]))
 
     def _declare_mlp(self, layer: int) -> int:
         """Gate and up share panels, unless they are stored in different forms. Returns the bytes of experts beside it

@@ -21,7 +21,7 @@ from kvloom.contract.messages import Progress
 from kvloom.rank.kernels.backend import Choices, Draw, Head, Ints, Ragged, most_likely
 from kvloom.rank.kernels.layer_table import TABLE, LayerTable
 from kvloom.rank.kernels.reference_cache import KvCache
-from kvloom.rank.kernels.reference_math import capped, mask_of, normed, rotate, routed
+from kvloom.rank.kernels.reference_math import attended, capped, mask_of, normed, rotate, routed
 from kvloom.rank.kernels.reference_mixers import MixerInput, mix
 from kvloom.rank.parallel.mesh import Mesh
 from kvloom.rank.parallel.shard import ShardedWeights, shard_pair, shard_spec
@@ -43,6 +43,7 @@ class ReferenceOptions:
     block_size: int = 16  # tokens a KV block
     mesh: Mesh = _ALONE
     num_states: int = MAX_BATCH  # sequences that may have a state at once, if layers keep one
+    num_window_blocks: int = 0  # of Backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,7 @@ class _Context:
 
     turns: Mapping[Rope, tuple[Tensor, Tensor]]  # cos and sin [T, 1, dim]
     pos: Tensor  # [T]
-    own: Tensor  # [T] slots of the tokens' keys and values in the cache
-    slots: Tensor  # [K] slots of all keys and values
+    slots: tuple[Tensor, Tensor]  # [K] slots of all keys and values, and those in a window's blocks; see KvCache.slots
     masks: Mapping[int | None, Tensor]  # window -> [T, K] mask: which of them a token attends to
     state: Tensor  # [state_floats] of the sequence
 
@@ -108,9 +108,10 @@ class ReferenceBackend:
         self._head = self._w.get("embed" if spec.tie_embeddings else "head", torch.empty(0))
         self._device, self._kv = (
             torch.device(device),
-            KvCache(spec, (num_blocks, block_size), options.kv_dtype or dtype, device),
+            KvCache(spec, (num_blocks, block_size), options.kv_dtype or dtype, device, options.num_window_blocks),
         )
-        self.kv_bytes = sum(part.nbytes for part in self.kv_parts)
+        self.num_window_blocks = options.num_window_blocks
+        self.kv_bytes = sum(part.nbytes for part in (*self.kv_parts, *self.window_parts))
         self.num_states = options.num_states if spec.state_floats else 0
         self.state_bytes = spec.state_floats * torch.float32.itemsize
         self.sequence_states = torch.zeros((self.num_states, spec.state_floats), dtype=torch.float32, device=device)
@@ -126,8 +127,8 @@ class ReferenceBackend:
     def _run(self, batch: Ragged, wanted: list[int], kept: list[int]) -> tuple[Tensor, Tensor]:
         """Logits of the tokens `wanted`, states of the tokens `kept`."""
         device = self._device
-        given = (batch.ids, batch.pos, batch.block_table)
-        ids, pos, table = (torch.tensor(array, dtype=torch.int64, device=device) for array in given)
+        given = (batch.ids, batch.pos, batch.block_table, batch.block_table if batch.windows is None else batch.windows)
+        ids, pos, *tables = (torch.tensor(array, dtype=torch.int64, device=device) for array in given)
         adapters, starts = batch.adapters, batch.qstart.tolist()
         logits = torch.empty(len(wanted), self.spec.vocab_size, dtype=torch.float32, device=device)
         states = torch.empty(len(kept), self.spec.hidden, dtype=torch.float32, device=device)
@@ -139,7 +140,7 @@ class ReferenceBackend:
             state = self._state_of(batch, seq)
             x = self._embedded(ids[start:end], pos[start:end], types)
             inputs = self._layer_inputs(batch.ids[start:end], x)
-            hidden = self._forward(x, inputs, (pos[start:end], table[seq]), state)
+            hidden = self._forward(x, inputs, (pos[start:end], *(table[seq] for table in tables)), state)
             for index, row in enumerate(wanted):
                 # one row at a time, so that a logit does not depend on which others are asked for
                 if start <= row < end:
@@ -164,7 +165,17 @@ class ReferenceBackend:
     @property
     def kv_layers(self) -> list[list[Any]]:
         """See kernels/backend.py."""
-        return self._kv.layers
+        return self._kv.layers(of_windows=False)
+
+    @property
+    def window_parts(self) -> tuple[Any, ...]:
+        """See kernels/backend.py."""
+        return tuple(part for layer in self.window_layers for part in layer)
+
+    @property
+    def window_layers(self) -> list[list[Any]]:
+        """See kernels/backend.py."""
+        return self._kv.layers(of_windows=True)
 
     def copy(self, target: Any, source: Any) -> None:
         """See kernels/backend.py."""
@@ -190,7 +201,9 @@ class ReferenceBackend:
             np.empty(0, np.int32),
         )
 
-    def step_again(self, new_blocks: Sequence[tuple[int, int, int]]) -> Ints:
+    def step_again(
+        self, new_blocks: Sequence[tuple[int, int, int]], new_windows: Sequence[tuple[int, int, int]] = ()
+    ) -> Ints:
         """See kernels/backend.py."""
         raise AssertionError("a step whose tokens it has chosen: it never chooses any")
 
@@ -225,13 +238,12 @@ class ReferenceBackend:
         found, shape = torch.from_numpy(self._table.rows(ids)).to(x.device, x.dtype), (len(x), self.spec.num_layers, -1)
         return (self._norm(mixed.view(shape), "layer_mix_norm") + found.view(shape)) * 2**-0.5
 
-    def _forward(self, x: Tensor, inputs: Tensor, places: tuple[Tensor, Tensor], state: Tensor) -> Tensor:
-        """One sequence: x [T, hidden], inputs [T, layers, size], positions [T] and blocks [max_blocks], state
-        [state_floats] -> normed hidden states [T, hidden].
+    def _forward(self, x: Tensor, inputs: Tensor, places: tuple[Tensor, ...], state: Tensor) -> Tensor:
+        """One sequence: x [T, hidden], inputs [T, layers, size], positions [T], blocks and a window's blocks
+        [max_blocks], state [state_floats] -> normed hidden states [T, hidden].
         """
-        spec, (pos, blocks) = self.spec, places
+        spec, (pos, blocks, windows) = self.spec, places
         keys = torch.arange(int(pos[-1]) + 1, device=pos.device)
-        slots = blocks[keys // self.block_size] * self.block_size + keys % self.block_size
         turns = {rope: self._turns(rope, pos) for rope in spec.ropes}
         masks = {
             window: mask_of(keys, pos, window, spec.sees_ahead)
@@ -239,7 +251,7 @@ class ReferenceBackend:
         }
         if pos[0] == 0:
             state.zero_()
-        context = _Context(turns, pos, slots[pos], slots, masks, state)
+        context = _Context(turns, pos, self._kv.slots(blocks, windows, pos), masks, state)
         for layer, own in enumerate(spec.layers):
             at = f"layers.{layer}."
             if own.mixer is not None:
@@ -296,13 +308,13 @@ class ReferenceBackend:
         if self.spec.query_growth:
             growth = 1 + self.spec.query_growth * torch.log1p(context.pos // self.spec.growth_unit)
             q = q * growth[:, None, None].to(q.dtype)
+        read = layer if own.keys_of is None else own.keys_of
+        slots = context.slots[read in self._kv.windowed]
         if own.keys_of is None:
-            self._kv.write(layer, self._keys_and_values(layer, x, context), context.own)
-        found = self._kv.read(layer if own.keys_of is None else own.keys_of, context.slots, x.dtype)
-        key, value = (part.transpose(0, 1)[None] for part in found)
-        sinks = self._w.get(at + "sinks")
-        out = self._softmax(q.transpose(0, 1)[None], key, value, context.masks[own.window], sinks)
-        out = out[0].transpose(0, 1).flatten(1)
+            self._kv.write(layer, self._keys_and_values(layer, x, context), slots[context.pos])
+        sinks, rules = self._w.get(at + "sinks"), (self.spec.attention_scale, self.spec.attention_softcap)
+        cached = self._kv.read(read, slots, x.dtype)
+        out = attended(q, cached, context.masks[own.window], sinks, rules).flatten(1)
         if own.is_gated:
             out = out * self._linear(x, at + "q_gate").sigmoid()
         out = self._mesh.sum(self._linear(out, at + "o", has_bias=False))
@@ -324,18 +336,6 @@ class ReferenceBackend:
         x = self._norm(x, name + "_norm") if norm == "head" else x
         x = x if own.rope is None else rotate(x, *context.turns[own.rope])
         return self._norm(x, name + "_norm") if norm == "rotated" else x
-
-    def _softmax(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
-        """Attention [1, heads, T, head_dim] over keys and values [1, kv_heads, K, head_dim]; sinks [heads]."""
-        spec = self.spec
-        scale = spec.attention_scale or query.shape[-1] ** -0.5
-        if not spec.attention_softcap and sinks is None:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
-        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
-        scores = capped(query @ key.transpose(2, 3) * scale, spec.attention_softcap).masked_fill(~mask, -torch.inf)
-        if sinks is not None:
-            scores = torch.cat((scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)), -1)
-        return scores.softmax(-1, torch.float32)[..., : key.shape[2]].to(value.dtype) @ value
 
     def _linear(self, x: Tensor, name: str, has_bias: bool = True) -> Tensor:
         """x [T, in] -> [T, out], plus the contribution of the sequence's adapter."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.windows import reach_of, windowed
 
 
 class KvCache:
@@ -13,11 +14,16 @@ class KvCache:
     head of a token.
     """
 
-    def __init__(self, spec: DecoderSpec, rows: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-        """`rows`: blocks, and tokens of each."""
+    def __init__(
+        self, spec: DecoderSpec, rows: tuple[int, int], dtype: torch.dtype, device: str, num_window_blocks: int = 0
+    ) -> None:
+        """`rows`: blocks, and tokens of each. num_window_blocks: of Backend."""
         self.dtype = dtype
+        self.windowed: frozenset[int] = windowed(spec) if num_window_blocks else frozenset()
+        self._reach, self._block_size = reach_of(spec), rows[1]
+        of = {layer: (num_window_blocks, rows[1]) if layer in self.windowed else rows for layer, _ in spec.cached}
         shapes = {
-            layer: [(*rows, own.num_kv_heads, dim) for dim in (own.head_dim, own.value_dim)]
+            layer: [(*of[layer], own.num_kv_heads, dim) for dim in (own.head_dim, own.value_dim)]
             for layer, own in spec.cached
         }
         self._numbers = {
@@ -30,12 +36,25 @@ class KvCache:
             if self.dtype == torch.int8
         }
 
-    @property
-    def layers(self) -> list[list[Any]]:
-        """See Backend.kv_layers."""
-        parts = ([*numbers, *self._scales.get(layer, ())] for layer, numbers in self._numbers.items())
+    def layers(self, of_windows: bool) -> list[list[Any]]:
+        """See Backend.kv_layers, and window_layers."""
+        parts = (
+            [*numbers, *self._scales.get(layer, ())]
+            for layer, numbers in self._numbers.items()
+            if (layer in self.windowed) == of_windows
+        )
         blocks = [[part.flatten(1).view(torch.uint8) for part in layer] for layer in parts]
         return [[part.numpy() if part.device.type == "cpu" else part for part in layer] for layer in blocks]
+
+    def slots(self, blocks: Tensor, windows: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the keys and values up to the last of the tokens at `pos` [T] lie, [K] each: in a sequence's blocks
+        [max_blocks], and in a window's blocks, where keys that no step reads have the slot of another one.
+        """
+        keys = torch.arange(int(pos[-1]) + 1, device=pos.device)
+        near = keys.clamp_min(int(pos[0]) + 1 - self._reach) if self.windowed else keys
+        size = self._block_size
+        own, other = (table[at // size] * size + at % size for table, at in ((blocks, keys), (windows, near)))
+        return own, other
 
     def write(self, layer: int, new: tuple[Tensor, Tensor], own: Tensor) -> None:
         """Keys and values `new` [T, kv_heads, dim] to the slots `own` [T]."""

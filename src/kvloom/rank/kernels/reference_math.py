@@ -1,7 +1,10 @@
 """Functions of the reference backend."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kvloom.checkpoints.families.spec import Experts
 
@@ -47,3 +50,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = rotated.chunk(2, -1)
     rotated = rotated * cos + torch.cat((-second, first), -1) * sin
     return torch.cat((rotated, kept), -1) if kept.shape[-1] else rotated
+
+
+def attended(
+    query: Tensor, cached: Sequence[Tensor], mask: Tensor, sinks: Tensor | None, rules: tuple[float, float]
+) -> Tensor:
+    """Attention [T, heads, dim] of queries [T, heads, head_dim] to keys and values [K, kv_heads, dim]; mask [T, K],
+    sinks [heads]. `rules`: scale of scores, 0 = 1 / sqrt(head_dim); their softcap, 0 = none.
+    """
+    query, key, value = (part.transpose(0, 1)[None] for part in (query, *cached))
+    scale, softcap = rules[0] or query.shape[-1] ** -0.5, rules[1]
+    if not softcap and sinks is None:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+    key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+    scores = capped(query @ key.transpose(2, 3) * scale, softcap).masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)), -1)
+    out = scores.softmax(-1, torch.float32)[..., : key.shape[2]].to(value.dtype) @ value
+    return out[0].transpose(0, 1)

@@ -88,7 +88,7 @@ class TieredRunner:
     """
 
     def __init__(self, runner: Runner, tier: KvTier, watch: Watch | None = None) -> None:
-        self.info, self.kv_layers = runner.info, runner.kv_layers
+        self.info, self.kv_layers, self.window_layers = runner.info, runner.kv_layers, runner.window_layers
         self._runner = runner
         self._tier = tier
         self._watch = watch

@@ -35,6 +35,8 @@ def kv_note(name: str, info: RankInfo, config: EngineConfig) -> str:
     if config.backend == "fake" or not info.num_blocks:
         return ""
     may = f"{name}: room for {info.num_blocks * info.block_size:,} tokens in a KV cache of {_size(info.kv_bytes)}"
+    if info.num_window_blocks:
+        may += f", and of {info.num_window_blocks * info.block_size:,} tokens in layers with a window; {_rates(info)}"
     if info.num_states:
         size, most = _size(info.state_bytes), _size(info.num_states * info.state_bytes)
         may += f", and for {info.num_states} sequences at once, whose states of {size} each take up to {most}"
@@ -48,6 +50,13 @@ def kv_note(name: str, info: RankInfo, config: EngineConfig) -> str:
         now += f" and up to {_size(min(AHEAD.at_rest, info.kv_bytes))} more for them while nobody asks"
     back = f"; it goes back after {config.idle_release_s:g} s without work" if config.idle_release_s else ""
     return f"{may}; {now}{back}.\n"
+
+
+def _rates(info: RankInfo) -> str:
+    """What tokens take where layers with a window have blocks of their own."""
+    thousand, window = (size * 1000 // info.block_size for size in info.block_bytes)
+    most = window * (info.reach + info.block_size) // 1000
+    return f"a thousand tokens take {_size(thousand)}, and the window of a sequence up to {_size(most)}"
 
 
 def _size(num_bytes: int) -> str:

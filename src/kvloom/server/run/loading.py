@@ -105,9 +105,8 @@ def promise_of(config: EngineConfig, info: RankInfo) -> int:
     are used.
     """
     is_here = config.device == "cpu"
-    num_blocks = (info.num_blocks if is_here else 0) + info.num_host_blocks
-    states = (info.num_states + info.num_snapshots) * info.state_bytes if is_here else 0
-    return info.kv_bytes // max(1, info.num_blocks) * num_blocks + states
+    states = (info.num_states + info.num_snapshots) * info.state_bytes
+    return (info.kv_bytes + states if is_here else 0) + info.num_host_blocks * sum(info.block_bytes)
 
 
 def beside(config: EngineConfig, promised_bytes: int, later: Sequence[EngineConfig]) -> EngineConfig:

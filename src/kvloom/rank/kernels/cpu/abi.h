@@ -28,7 +28,7 @@ typedef struct kvl_model kvl_model;
  * softcap c replaces a score or logit x by c tanh(x / c), before the mask; 0 = none. KVL_CLAMPED combines gate and up
  * into g sigmoid(glu_alpha g) (clip(up, -glu_limit, glu_limit) + 1) with g = min(gate, glu_limit). A query at position p is
  * multiplied by 1 + query_growth log(1 + floor(p / growth_unit)); query_growth 0 = not. A block of the cache has
- * block_tiles tiles of 16 tokens and block_bytes, a multiple of 32. */
+ * block_tiles tiles of 16 tokens and block_bytes, a multiple of 32; one of a window's has window_block_bytes. */
 typedef struct {
     int32_t hidden, intermediate, vocab_size, num_threads, kv_format, block_tiles;
     int64_t block_bytes;
@@ -37,6 +37,7 @@ typedef struct {
     float query_growth;
     int32_t growth_unit; /* tokens */
     int32_t sees_ahead; /* not 0: bidirectional attention, a token also attends to later tokens of its sequence */
+    int64_t window_block_bytes;
 } kvl_shape;
 
 /* Formats of a linear's weights; see layout.hpp. */
@@ -183,6 +184,8 @@ typedef struct {
     int64_t state_floats;
     const int32_t *places;     /* [num_seqs] where each sequence has its own; zeros count where its position is 0 */
     const float *layer_rows;   /* [num_tokens][channels of KVL_TO_INPUTS] rows of the tokens for KVL_LAYER_INPUTS */
+    uint8_t *window_kv;        /* as kv and block_table, a window's blocks; null = no layer has its keys there */
+    const int32_t *windows;
 } kvl_batch;
 
 const char *kvl_isa(void);
@@ -220,11 +223,12 @@ int32_t kvl_add_mixture(kvl_model *model, const kvl_mixture *mixture); /* return
  * byte keys_at on and its values from values_at on: tiles [block_tiles][num_kv_heads]; both are multiples of 32.
  * projected: KVL_ALL; KVL_KEYS, without values, which are the keys before norm and rotation; KVL_QUERIES, of a layer that
  * reads the keys and values that another one has written. value_norm: vector [value_dim], the weights of an RMSNorm of
- * each value; -1 = none. */
+ * each value; -1 = none. of_windows: not 0 = they are in a window's blocks. */
 enum { KVL_QUERIES = 0, KVL_KEYS = 1, KVL_ALL = 2 };
 typedef struct {
     int32_t num_heads, num_kv_heads, key_dim, value_dim, projected, value_norm;
     int64_t keys_at, values_at;
+    int32_t of_windows;
 } kvl_attention;
 int32_t kvl_add_attention(kvl_model *model, const kvl_attention *attention); /* returns its index */
 /* A gated delta rule with its causal convolution. The linear before it has channels q, k (num_k_heads heads of k_dim),

@@ -8,8 +8,7 @@ from kvloom.server.serving.service import GenerationService
 
 
 def _kv_use(service: GenerationService) -> float:
-    stats = service.engine.stats()
-    return 1 - stats.num_free_blocks / max(1, stats.num_blocks)
+    return service.engine.stats().kv_usage
 
 
 def _host_use(service: GenerationService) -> float:

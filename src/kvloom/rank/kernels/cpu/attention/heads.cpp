@@ -10,20 +10,22 @@ namespace kvl {
 
 // The K tile, or V tile, of a kv head that has the token's key or value.
 uint8_t* Step::key_tile(const kvl_attention& own, const Place& place, int head) const {
-    return place.block + own.keys_at + (place.tile * own.num_kv_heads + head) * kv_tile_bytes(shape_.kv_format, own.key_dim);
+    return (own.of_windows ? place.window : place.block) + own.keys_at + (place.tile * own.num_kv_heads + head) * kv_tile_bytes(shape_.kv_format, own.key_dim);
 }
 uint8_t* Step::value_tile(const kvl_attention& own, const Place& place, int head) const {
-    return place.block + own.values_at + (place.tile * own.num_kv_heads + head) * kv_tile_bytes(shape_.kv_format, own.value_dim);
+    return (own.of_windows ? place.window : place.block) + own.values_at + (place.tile * own.num_kv_heads + head) * kv_tile_bytes(shape_.kv_format, own.value_dim);
 }
 
 // Where the step's tokens are in the cache, for all layers.
 void Step::find_places() {
     const int size = shape_.block_tiles * kBlockTokens;
     for (int64_t token = 0; token < batch_.num_tokens; token++) {
-        const int32_t* table = batch_.block_table + int64_t(sequence_[size_t(token)]) * batch_.max_blocks;
+        const int64_t entry = int64_t(sequence_[size_t(token)]) * batch_.max_blocks + batch_.pos[token] / size;
         const int at = batch_.pos[token] % size;
-        uint8_t* const block = batch_.kv + table[batch_.pos[token] / size] * shape_.block_bytes;
-        places_.push_back({block, at / kBlockTokens, at % kBlockTokens});
+        uint8_t* const block = batch_.kv + batch_.block_table[entry] * shape_.block_bytes;
+        uint8_t* const window =
+            batch_.window_kv ? batch_.window_kv + batch_.windows[entry] * shape_.window_block_bytes : nullptr;
+        places_.push_back({block, window, at / kBlockTokens, at % kBlockTokens});
     }
 }
 
@@ -175,10 +177,11 @@ PagedHead Step::head_of(const AttentionTask& task, const kvl_instruction& attent
     const kvl_attention& own = attention_of(attention);
     const int64_t key_bytes = kv_tile_bytes(shape_.kv_format, own.key_dim);
     const int64_t value_bytes = kv_tile_bytes(shape_.kv_format, own.value_dim);
-    return {batch_.kv + own.keys_at + task.kv_head * key_bytes,
-            batch_.kv + own.values_at + task.kv_head * value_bytes,
-            batch_.block_table + int64_t(task.sequence) * batch_.max_blocks,
-            shape_.block_bytes,
+    const uint8_t* const kv = own.of_windows ? batch_.window_kv : batch_.kv;
+    return {kv + own.keys_at + task.kv_head * key_bytes,
+            kv + own.values_at + task.kv_head * value_bytes,
+            (own.of_windows ? batch_.windows : batch_.block_table) + int64_t(task.sequence) * batch_.max_blocks,
+            own.of_windows ? shape_.window_block_bytes : shape_.block_bytes,
             shape_.block_tiles,
             own.num_kv_heads * key_bytes,
             own.num_kv_heads * value_bytes,

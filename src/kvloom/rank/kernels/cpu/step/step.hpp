@@ -35,9 +35,10 @@ struct AttentionTask {
     int32_t first_row, num_rows;  // row = token of the sequence * heads a kv head + head within the group
 };
 
-// Where a token is in the cache: its block, the tile there, and its place in the tile.
+// Where a token is in the cache: its block of all tokens and that of a window's, the tile there, and its place in the
+// tile.
 struct Place {
-    uint8_t* block;
+    uint8_t *block, *window;
     int tile, slot;
 };
 
