@@ -263,3 +263,33 @@ def test_a_model_that_sees_nothing_refuses_images_by_name(path, body, field):
         answer = httpx.post(server.url + path, json=body)
     assert answer.status_code == 400
     assert f"{field}the model 'mock' takes no images" in answer.text
+
+
+QUESTION = {"type": "choice", "name": "colour", "choices": [{"value": "red"}, {"value": "blue"}]}
+
+
+def decided(server: ServeProcess, data: bytes) -> dict[str, Any]:
+    item = user({"type": "input_text", "text": "See."}, {"type": "input_image", "image_url": data_url(data)})
+    asked = {"input": [item], "questions": [{**QUESTION, "instructions": "Which colour?"}]}
+    answer = post(server, "/v1/decisions", asked)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_decisions_see_images(server):
+    red, again, blue = decided(server, RED), decided(server, RED), decided(server, BLUE)
+    assert red["answers"] == again["answers"]
+    assert red["answers"] != blue["answers"]
+    [answer] = red["answers"]
+    assert (answer["name"], sum(one["probability"] for one in answer["probabilities"])) == ("colour", pytest.approx(1))
+
+
+def test_systemone_sees_images(server):
+    question = {"colour": {"type": "choice", "instructions": "Which colour?", "criteria": {"red": None, "blue": None}}}
+    found = []
+    for data in (RED, BLUE):
+        for given in (data_url(data), {"base64": in_base64(data), "content_type": "image/png"}):
+            answer = post(server, "/v1/systemone", {"state": "See.", "images": [given], "questions": question})
+            assert answer.status_code == 200, answer.text
+            found.append(answer.json()["answers"])
+    assert found[0] == found[1] != found[2] == found[3]

@@ -227,7 +227,7 @@ class AsyncLLM:
                 finish = "stop" if token in params.stop_token_ids and len(answer) >= params.min_tokens else None
                 finish = finish or ("length" if len(answer) >= params.max_tokens else None)
                 self._record()
-                yield self._output(params, ids, answer, finish)
+                yield self._output(params, ids, answer, finish, prompt.get("mm_hashes"))
                 if finish:
                     return
         finally:
@@ -235,7 +235,7 @@ class AsyncLLM:
             self.num_exact -= bool(params.logprob_token_ids)
             self._record()
 
-    def _output(self, params: SamplingParams, ids: list[int], answer: list[int], finish: str | None) -> Any:
+    def _output(self, params: SamplingParams, ids: list[int], answer: list[int], finish: str | None, seen: Any) -> Any:
         def scored(token: int, num: int, also: Any = ()) -> dict[int, Logprob]:
             found = {id: Logprob(-1.0 - id, None) for id in also or ()}
             return {token: Logprob(-0.5, 1), **{i: Logprob(-1.0 - i, i + 2) for i in range(num)}, **found}
@@ -247,6 +247,8 @@ class AsyncLLM:
         prompt_logprobs = None
         if params.prompt_logprobs is not None and len(answer) == 1:
             prompt_logprobs = [None, *(scored(id, params.prompt_logprobs) for id in ids[1:])]
+            for id, found in zip(ids[1:], prompt_logprobs[1:], strict=True) if seen else ():
+                found[id] = Logprob(-draw(id, seen) / 100, 1)
         out = SimpleNamespace(token_ids=[answer[-1]], logprobs=logprobs, finish_reason=finish)
         return SimpleNamespace(outputs=[out], num_cached_tokens=16, prompt_logprobs=prompt_logprobs)
 
