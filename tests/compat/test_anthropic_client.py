@@ -129,3 +129,28 @@ def test_models_are_listed_and_retrieved(client: anthropic.Anthropic):
         client.models.retrieve("other")
     with pytest.raises(anthropic.BadRequestError, match="limit"):
         client.models.list(limit=0)
+
+
+def test_a_prompt_that_is_too_long_says_so_in_anthropics_words(client: anthropic.Anthropic):
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        client.messages.create(**{**FIELDS, "messages": [{"role": "user", "content": "x" * 5000}]})
+
+
+def test_a_server_that_starts_again_is_asked_again_after_the_time_that_it_says(monkeypatch: pytest.MonkeyPatch):
+    waited = list[float]()
+    with fake_server() as server, anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=2) as client:
+        asked = client._calculate_retry_timeout
+
+        def wait(*given: object, **named: object) -> float:
+            waited.append(asked(*given, **named))
+            server.health.is_draining = len(waited) < 2
+            return 0
+
+        monkeypatch.setattr(client, "_calculate_retry_timeout", wait)
+        server.health.is_draining = True
+        assert client.messages.create(**FIELDS).content
+        server.health.is_draining = True
+        with pytest.raises(anthropic.APIStatusError) as busy:
+            client.with_options(max_retries=0).messages.create(**FIELDS)
+    assert waited == [2, 2]
+    assert (busy.value.status_code, busy.value.body["error"]["type"]) == (503, "overloaded_error")
