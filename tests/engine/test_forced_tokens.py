@@ -157,7 +157,14 @@ def test_steps_wait_for_tokens_that_often_bring_drafts(shares, base_s, gap_s, wa
 
 
 def test_a_draft_begins_behind_a_step_before_which_there_was_none():
+    """One that is likely wrong counts little."""
     guesser = Guesser(PromptLookup(2, 8), 32)
+    guesser.follow([1, 2, 3, 1, 2], 9)
+    doubtful = guesser.chances()[0]
+    guesser.decided(3)
+    assert guesser.start_share == pytest.approx(0.1 * doubtful)
+    guesser = Guesser(PromptLookup(2, 8), 32)
+    guesser.follow([1], 9, [2])
     guesser.decided(0)
     assert guesser.start_share == 0.0
     guesser.decided(3)

@@ -48,7 +48,7 @@ class Guesser:
         self._known = list(_PRIOR)
         self._is_drafting = False
         self.guess = Guess()
-        self.start_share = 0.0  # of its steps, those behind which a draft pays and before which none did
+        self.start_share = 0.0  # of its steps, those behind which a draft begins, each as likely as it is right
 
     def follow(self, token_ids: Sequence[int], most: int, forced: Sequence[int] = ()) -> None:
         """Learn from the tokens that have come since the last call, and guess at most `most` tokens that follow.
@@ -89,9 +89,9 @@ class Guesser:
 
     def decided(self, num_drafted: int) -> None:
         """So many tokens of the guess pay."""
-        is_start = num_drafted > 0 and not self._is_drafting
+        start = self.chances()[0] if num_drafted > 0 and not self._is_drafting else 0.0
         self._is_drafting = num_drafted > 0
-        self.start_share += _START_NEWS * (is_start - self.start_share)
+        self.start_share += _START_NEWS * (start - self.start_share)
 
     def _learn(self, fresh: Sequence[int]) -> None:
         for guessed, kind, token in zip(*self.guess, fresh, strict=False):
