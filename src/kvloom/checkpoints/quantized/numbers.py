@@ -18,6 +18,8 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 _HIGHEST = 65504.0  # scales and minimums are kept as float16
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_IQ1 = (-7, 1, 9, 0, -9, -1, 7, 0)  # eighths of -1, 0, 1 moved up or down by one; 0 is not used, here and below
+_IQ2 = (8, 25, 43, 0, -8, -25, -43, 0)
 _IQ3_S = tuple(range(1, 16, 2))
 _IQ3_XXS = (4, 12, 20, 28, 36, 44, 52, 62)
 LEVELS = {  # of each number of a form, float32
@@ -39,10 +41,10 @@ LEVELS = {  # of each number of a form, float32
         "iq4": _IQ4,
         "fp4": _E2M1,
         "fp4_16": _E2M1,
-        "table3_iq1": (-7, 1, 9, 0, -9, -1, 7, 0),  # eighths of -1, 0, 1 moved up or down by one; 0 is not used
-        "table3_iq2": (8, 25, 43, 0, -8, -25, -43, 0),
-        "table4_iq3_s": (*_IQ3_S, *(-level for level in _IQ3_S)),
-        "table4_iq3_xxs": (*_IQ3_XXS, *(-level for level in _IQ3_XXS)),
+        **dict.fromkeys(("iq1_s", "iq1_m"), _IQ1),
+        **dict.fromkeys(("iq2_xxs", "iq2_xs", "iq2_s"), _IQ2),
+        "iq3_s": (*_IQ3_S, *(-level for level in _IQ3_S)),
+        "iq3_xxs": (*_IQ3_XXS, *(-level for level in _IQ3_XXS)),
     }.items()
 }
 

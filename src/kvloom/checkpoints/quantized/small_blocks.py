@@ -131,10 +131,14 @@ def _signed(grid: str, indices: Any, signs: Bytes, sign_bit: int) -> Bytes:
     return numbers
 
 
-def _steps(numbers: Any, unit: float) -> Floats:
-    """Half a unit, one and a half, ..."""
-    steps: Floats = (np.asarray(numbers, np.float32) + np.float32(0.5)) * np.float32(unit)
-    return steps
+def _odd(steps: Any) -> Floats:
+    """Each step doubled, and one more: a scale is an odd multiple of its block's factor."""
+    return np.asarray(steps, np.float32) * 2 + 1
+
+
+def _points(numbers: Bytes, steps: Any, half: Bytes, unit: float) -> Decoded:
+    """Numbers with the steps of their scales, and the factor of the block, a float16 number times `unit`."""
+    return Decoded(numbers, _odd(steps), None, Factors(_halves(half) * np.float32(unit)))
 
 
 def _iq2_xxs(b: Bytes) -> Decoded:
@@ -142,39 +146,35 @@ def _iq2_xxs(b: Bytes) -> Decoded:
     indices = np.ascontiguousarray(words[:, :, 0]).view(np.uint8)
     above = words[:, :, 1]
     signs = _even_signs(above[:, :, None] >> np.array([0, 7, 14, 21], np.uint32) & 127).reshape(len(b), -1)
-    scales = _halves(b[:, :2]) * _steps(above >> 28, 0.25)
-    return Decoded(_signed("IQ2_XXS", indices, signs, 2), np.repeat(scales, 2, axis=1))
-
-
-def _iq2_scales(half: Bytes, scales: Bytes) -> Floats:
-    return _halves(half) * _steps(_nibble_pairs(scales), 0.25)
+    return _points(_signed("IQ2_XXS", indices, signs, 2), above >> 28, b[:, :2], 0.125)
 
 
 def _iq2_xs(b: Bytes) -> Decoded:
     words = np.ascontiguousarray(b[:, 2:66]).view(np.uint16)
-    return Decoded(_signed("IQ2_XS", words & 511, _even_signs(words >> 9), 2), _iq2_scales(b[:, :2], b[:, 66:]))
+    numbers = _signed("IQ2_XS", words & 511, _even_signs(words >> 9), 2)
+    return _points(numbers, _nibble_pairs(b[:, 66:]), b[:, :2], 0.125)
 
 
 def _iq2_s(b: Bytes) -> Decoded:
     upper: Bytes = b[:, 66:74, None] >> np.array([0, 2, 4, 6], np.uint8) & _THREE
     indices = b[:, 2:34] | upper.reshape(len(b), -1).astype(np.uint16) << 8
-    return Decoded(_signed("IQ2_S", indices, b[:, 34:66], 2), _iq2_scales(b[:, :2], b[:, 74:]))
+    return _points(_signed("IQ2_S", indices, b[:, 34:66], 2), _nibble_pairs(b[:, 74:]), b[:, :2], 0.125)
 
 
 def _iq3_xxs(b: Bytes) -> Decoded:
     words = np.ascontiguousarray(b[:, 66:]).view(np.uint32)
     signs = _even_signs(words[:, :, None] >> np.array([0, 7, 14, 21], np.uint32) & 127).reshape(len(b), -1)
-    return Decoded(_signed("IQ3_XXS", b[:, 2:66], signs, 3), _halves(b[:, :2]) * _steps(words >> 28, 0.5))
+    return _points(_signed("IQ3_XXS", b[:, 2:66], signs, 3), words >> 28, b[:, :2], 0.25)
 
 
 def _iq3_s(b: Bytes) -> Decoded:
     upper = np.unpackbits(b[:, 66:74], axis=1, bitorder="little").astype(np.uint16)
-    scales = _halves(b[:, :2]) * (1 + 2 * _nibble_pairs(b[:, 106:]).astype(np.float32))
-    return Decoded(_signed("IQ3_S", b[:, 2:66] | upper << 8, b[:, 74:106], 3), scales)
+    numbers = _signed("IQ3_S", b[:, 2:66] | upper << 8, b[:, 74:106], 3)
+    return _points(numbers, _nibble_pairs(b[:, 106:]), b[:, :2], 1)
 
 
 def _iq1(indices: Any, is_less: Any) -> Bytes:
-    """Numbers of form table3_iq1; is_less: whether the eight neighbours are moved down, for each index."""
+    """Numbers of IQ1; is_less: whether the eight neighbours are moved down, for each index."""
     numbers: Bytes = _grid("IQ1_S")[indices] | np.asarray(is_less, np.uint8)[:, :, None] << np.uint8(2)
     return numbers.reshape(len(indices), -1)
 
@@ -182,18 +182,17 @@ def _iq1(indices: Any, is_less: Any) -> Bytes:
 def _iq1_s(b: Bytes) -> Decoded:
     words = np.ascontiguousarray(b[:, 34:]).view(np.uint16)
     upper = (words[:, :, None] >> np.array([0, 3, 6, 9], np.uint16) & 7).reshape(len(b), -1)
-    scales = _halves(b[:, :2]) * (2 * (words >> 12 & 7).astype(np.float32) + 1) * 0.125
-    return Decoded(_iq1(b[:, 2:34] | upper << 8, np.repeat(words >> 15, 4, axis=1)), np.repeat(scales, 2, axis=1))
+    numbers = _iq1(b[:, 2:34] | upper << 8, np.repeat(words >> 15, 4, axis=1))
+    return _points(numbers, words >> 12 & 7, b[:, :2], 0.125)
 
 
 def _iq1_m(b: Bytes) -> Decoded:
     words = np.ascontiguousarray(b[:, 48:]).view(np.uint16)
     half = np.bitwise_or.reduce((words & 0xF000) >> np.array([12, 8, 4, 0], np.uint16), axis=1)
-    scale = half.astype(np.uint16).view(np.float16).astype(np.float32)[:, None]
     steps = (words[:, :, None] >> np.array([0, 3, 6, 9], np.uint16) & 7).reshape(len(b), -1)
     upper = _nibble_pairs(b[:, 32:48])
-    indices = b[:, :32] | (upper & 7).astype(np.uint16) << 8
-    return Decoded(_iq1(indices, upper >> 3), scale * (2 * steps.astype(np.float32) + 1) * 0.125)
+    numbers = _iq1(b[:, :32] | (upper & 7).astype(np.uint16) << 8, upper >> 3)
+    return _points(numbers, steps, half.astype(np.uint16).view(np.uint8).reshape(-1, 2), 0.125)
 
 
 SMALL_KINDS: Mapping[str, SmallKind] = {
@@ -203,12 +202,12 @@ SMALL_KINDS: Mapping[str, SmallKind] = {
     "tq1_0": SmallKind("int2_256", 256, _tq1_0),
     "tq2_0": SmallKind("int2_256", 256, _tq2_0),
     "q3_k": SmallKind("int3_k", _RUN, _q3_k),
-    "iq1_s": SmallKind("table3_iq1", _RUN, _iq1_s),
-    "iq1_m": SmallKind("table3_iq1", _RUN, _iq1_m),
-    "iq2_xxs": SmallKind("table3_iq2", _RUN, _iq2_xxs),
-    "iq2_xs": SmallKind("table3_iq2", _RUN, _iq2_xs),
-    "iq2_s": SmallKind("table3_iq2", _RUN, _iq2_s),
-    "iq3_xxs": SmallKind("table4_iq3_xxs", _SMALL, _iq3_xxs),
-    "iq3_s": SmallKind("table4_iq3_s", _SMALL, _iq3_s),
+    "iq1_s": SmallKind("iq1_s", _SMALL, _iq1_s),
+    "iq1_m": SmallKind("iq1_m", _RUN, _iq1_m),
+    "iq2_xxs": SmallKind("iq2_xxs", _SMALL, _iq2_xxs),
+    "iq2_xs": SmallKind("iq2_xs", _RUN, _iq2_xs),
+    "iq2_s": SmallKind("iq2_s", _RUN, _iq2_s),
+    "iq3_xxs": SmallKind("iq3_xxs", _SMALL, _iq3_xxs),
+    "iq3_s": SmallKind("iq3_s", _SMALL, _iq3_s),
     "nvfp4": SmallKind("fp4_16", _RUN, _nvfp4),
 }

@@ -37,10 +37,13 @@ FORMS = {
     "int4_k": cpu_abi.INT4_K,
     "int5_k": cpu_abi.INT5_K,
     "int6_k": cpu_abi.INT6_K,
-    "table3_iq1": cpu_abi.TABLE3_IQ1,
-    "table3_iq2": cpu_abi.TABLE3_IQ2,
-    "table4_iq3_s": cpu_abi.TABLE4_IQ3_S,
-    "table4_iq3_xxs": cpu_abi.TABLE4_IQ3_XXS,
+    "iq1_s": cpu_abi.IQ1_S,
+    "iq1_m": cpu_abi.IQ1_M,
+    "iq2_xxs": cpu_abi.IQ2_XXS,
+    "iq2_xs": cpu_abi.IQ2_XS,
+    "iq2_s": cpu_abi.IQ2_S,
+    "iq3_xxs": cpu_abi.IQ3_XXS,
+    "iq3_s": cpu_abi.IQ3_S,
 }  # those of numbers.FORM_BITS
 GATES = {
     "silu": cpu_abi.SWIGLU,

@@ -307,8 +307,7 @@ static void test_every_kernel() {
     for (int64_t cols : {1, 31, 33, 64, 96, 200}) {
         for (int format : {KVL_INT8, KVL_INT8_32, KVL_INT4, KVL_BF16}) test_quantised(format, cols);
         for (int format : {KVL_INT4, KVL_INT5, KVL_INT8_MIN}) test_kept(format, cols, 32, true);
-        for (int format : {KVL_INT4, KVL_INT8_32, KVL_IQ4, KVL_FP4, KVL_TABLE4_IQ3_S, KVL_TABLE4_IQ3_XXS})
-            test_kept(format, cols, 32, false);
+        for (int format : {KVL_INT4, KVL_INT8_32, KVL_IQ4, KVL_FP4}) test_kept(format, cols, 32, false);
         test_kept(KVL_INT8_CHANNEL, cols, cols, false);
         for (int64_t run : {64, 128, 200}) test_kept(KVL_INT4, cols, run, true);
     }
@@ -317,8 +316,7 @@ static void test_every_kernel() {
     test_kept(KVL_INT4, 840, 32, true);
     test_kept(KVL_INT8_CHANNEL, 840, 840, false);
     test_largest_sums();
-    for (int format : {KVL_TABLE3_IQ1, KVL_TABLE3_IQ2, KVL_FP4_16})
-        for (int64_t cols : {16, 48, 256, 840}) test_kept(format, cols, 16, false);
+    for (int64_t cols : {16, 48, 256, 840}) test_kept(KVL_FP4_16, cols, 16, false);
     for (int64_t cols : {64, 832}) test_kept(KVL_INT2, cols, 64, false);
     for (int64_t cols : {128, 896}) test_kept(KVL_INT1, cols, 128, false);
     for (int64_t cols : {256, 1024}) {  // the second is wider than what is unpacked at a time
@@ -327,6 +325,8 @@ static void test_every_kernel() {
         test_kept(KVL_INT3_K, cols, 16, false, -32, 31);
         for (int format : {KVL_INT4_K, KVL_INT5_K}) test_kept(format, cols, 32, true, 0, 63);
         test_kept(KVL_INT6_K, cols, 16, false, -128, 127);
+        for (int format : {KVL_IQ1_M, KVL_IQ2_XS, KVL_IQ2_S}) test_kept(format, cols, 16, false, 1, 16);
+        for (int format : {KVL_IQ1_S, KVL_IQ2_XXS, KVL_IQ3_XXS, KVL_IQ3_S}) test_kept(format, cols, 32, false, 1, 16);
     }
     for (int threads : {1, 2, 3, 7}) test_stretches(threads);
     for (int dim : {32, 64, 96, 128, 256})

@@ -9,6 +9,15 @@
 
 using namespace kvl;
 
+// The first `rows` rows over one packed panel, as a step multiplies as many.
+static void multiply(int format, int64_t rows, const Pass& all) {
+    const Way way(format, rows, KVL_NO_UNIT);
+    for (int64_t i = 0; i < way.passes.count; i++) {
+        const int64_t begin = way.passes.begin(i);
+        way.multiply(Pass{all.x, begin, all.cols, all.panel, all.out + begin * kPanel}, int(way.passes.begin(i + 1) - begin));
+    }
+}
+
 // Every number of rows of a micro-kernel over one packed panel.
 static void test_tile(const Linear& linear) {
     const int format = linear.format(0);
@@ -20,7 +29,7 @@ static void test_tile(const Linear& linear) {
         const Activations x{data.data(), scale.data(), sums.data()};
         std::vector<float> values = noise(padded), out(static_cast<size_t>(rows * kPanel));
         for (int m = 0; m < rows; m++, values = noise(padded)) store_activations(x, m, values.data(), padded, format);
-        tile_for(format, rows)({x, 0, padded, linear.panel(0), out.data()}, table_of(format));
+        multiply(format, rows, {x, 0, padded, linear.panel(0), out.data()});
         for (int m = 0; m < rows; m++)
             for (int c = 0; c < kPanel; c++)
                 near(out[size_t(m * kPanel + c)], scalar::dot(x, m, padded, format, linear.panel(0), c), 2e-3, "tile", rows, c);
@@ -37,13 +46,9 @@ static void test_many_rows(const Linear& linear) {
     const Activations x{data.data(), scale.data(), sums.data()};
     for (int64_t m = 0; m < most; m++) store_activations(x, m, noise(cols).data(), cols, format);
     for (int64_t rows : {int64_t(kRowsOnce), int64_t(kUnpackFrom - 1), int64_t(kUnpackFrom), int64_t(kUnpackFrom + 1), most}) {
-        const Way way(format, rows, KVL_NO_UNIT);
-        for (int64_t i = 0; i < way.passes.count; i++) {
-            const int64_t begin = way.passes.begin(i);
-            way.multiply(Pass{x, begin, cols, linear.panel(0), out.data() + begin * kPanel}, int(way.passes.begin(i + 1) - begin));
-        }
+        multiply(format, rows, {x, 0, cols, linear.panel(0), out.data()});
         for (int64_t m = 0; m < rows; m++) {
-            tile_for(format, 1)({x, m, cols, linear.panel(0), alone.data()}, table_of(format));
+            Way(format, 1, KVL_NO_UNIT).multiply({x, m, cols, linear.panel(0), alone.data()}, 1);
             for (int64_t c = 0; c < kPanel; c++) near(out[size_t(m * kPanel + c)], alone[size_t(c)], 0, "many rows", rows, m);
         }
     }
@@ -99,6 +104,15 @@ static int level_of_number(int format, int number) {
     }
 }
 
+// Replaces the sizes of numbers by those of points of the grid; all neighbours of a point that moves move alike.
+static void on_grid(const GridShape& grid, std::vector<uint8_t>& numbers) {
+    for (size_t k = 0; k < numbers.size(); k++) {
+        const size_t point = k / kPoint;
+        const int sign = numbers[grid.has_move ? point * kPoint : k] >> 2;
+        numbers[k] = uint8_t((grid.points[point % size_t(grid.count())] >> k % kPoint * 2 & 3) | sign << 2);
+    }
+}
+
 // A panel packed from a file's numbers: every number of the format, scales of both signs, with and without minimums.
 // Those of super-blocks are small integers, from `least` to `most`, times factors.
 static void test_kept(int format, int64_t cols, int64_t run, bool has_minimums, int least = 0, int most = 0) {
@@ -106,13 +120,14 @@ static void test_kept(int format, int64_t cols, int64_t run, bool has_minimums, 
     const int64_t runs = (cols + run - 1) / run, blocks = cols / kSuper;
     std::vector<uint8_t> numbers(static_cast<size_t>(kPanel * cols));
     for (uint8_t& number : numbers) number = uint8_t(generator() & ((1u << number_bits(format)) - 1));
-    const float size = 1.0f / float(1 << number_bits(format)) / float(is_super(format) ? most : 1);
+    if (has_grid(format)) on_grid(grid_of(format), numbers);
+    const float size = 1.0f / float(scaling_of(format) == Scaling::kOdd ? 64 : 1 << number_bits(format)) / float(is_super(format) ? most : 1);
     std::vector<float> scales = noise(kPanel * runs, size), minimums = noise(kPanel * runs), want;
     std::vector<float> factors = noise(kPanel * blocks, size), others = noise(kPanel * blocks, 1.0f / 16);
     for (std::vector<float>* part : {&scales, &minimums, &factors, &others})
         for (float& value : *part) value = fp16_to_float(float_to_fp16(value));
     for (std::vector<float>* part : {&scales, &minimums})
-        for (float& value : *part) value = is_super(format) ? float(least + int(generator() % unsigned(most - least + 1))) : value;
+        for (float& value : *part) value = is_super(format) ? float(least + int(generator() % unsigned(most - least + 1)) * (scaling_of(format) == Scaling::kOdd ? 2 : 1)) : value;
     for (int64_t i = 0; i < kPanel * cols; i++) {
         const size_t at = size_t(i / cols * runs + i % cols / run), block = is_super(format) ? size_t(i / kSuper) : 0;
         const float factor = is_super(format) ? factors[block] : 1, other = is_super(format) ? others[block] : 1;

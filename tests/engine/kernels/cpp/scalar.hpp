@@ -30,6 +30,19 @@ inline int number_at(const uint8_t* group, int bits, int k, int c) {
     }
 }
 
+// The number of weight k of a block of channel c, where weights are points of a grid, as layout.hpp lists it.
+inline int point_number_at(const uint8_t* block, int format, int k, int c) {
+    const GridShape grid = grid_of(format);
+    const int point = k / 8, bits = grid.bits + grid.has_move - 8;
+    const uint8_t* uppers = block + 64 + (has_runs(format) ? 8 : 4) * kPanel;
+    const uint8_t* group = uppers + 4 * bits * kPanel + k / 32 * (4 * kPanel + (grid.has_move ? 0 : kPanel * 4));
+    int index = group[point % 4 * kPanel + c];
+    for (int bit = 0; bit < bits; bit++) index |= (uppers[(point * bits + bit) / 8 * kPanel + c] >> (point * bits + bit) % 8 & 1) << (8 + bit);
+    const int size = grid.points[index % (1 << grid.bits)] >> k % 8 * 2 & 3;
+    if (grid.has_move) return size | (index >> grid.bits) << 2;
+    return size | (group[4 * kPanel + c * 4 + k % 4] >> k % 32 / 4 & 1) << 2;
+}
+
 // The small integers of a super-block, behind its factors: those of group g, or of run r, of channel c.
 inline int pair_at(const uint8_t* at, int group, int which, int c) {
     const int upper = at[256 + group / 4 * 64 + group % 2 * 32 + c] >> (group % 4 / 2 * 4 + which * 2) & 3;
@@ -42,8 +55,12 @@ inline float weight_at(const uint8_t* panel, int format, int64_t k, int c) {
     const int at = int(k % block_size(format)), in_group = at % group_size(format), group = at / kFileGroup, run = at / kRun;
     const auto half = [&](int row) { return fp16_to_float(reinterpret_cast<const uint16_t*>(block)[row * kPanel + c]); };
     if (format == KVL_BF16) return bf16_to_float(reinterpret_cast<const uint16_t*>(block)[bf16_offset(in_group, c)]);
-    const uint8_t* numbers = block + scale_bytes(format) + at / group_size(format) * group_bytes(format);
-    const int number = number_at(numbers, number_bits(format), in_group, c);
+    const uint8_t* numbers = block + front_bytes(format) + at / group_size(format) * group_bytes(format);
+    const int number = has_grid(format) ? point_number_at(block, format, at, c) : number_at(numbers, number_bits(format), in_group, c);
+    if (scaling_of(format) == Scaling::kOdd) {
+        const int part = has_runs(format) ? run : group, step = block[64 + part / 2 * kPanel + c] >> part % 2 * 4 & 15;
+        return float(table_of(format)[number]) * (half(0) * float(2 * step + 1) * unit_of(format));
+    }
     if (has_table(format)) return float(table_of(format)[number]) * half(has_runs(format) ? run : 0);
     const uint8_t *behind_one = block + 64, *behind_two = block + 128;
     switch (format) {

@@ -54,16 +54,19 @@ enum {
     KVL_INT8_CHANNEL = 9,
     KVL_INT2 = 10,
     KVL_INT3_K = 11,
-    KVL_TABLE3_IQ1 = 12,
-    KVL_TABLE3_IQ2 = 13,
-    KVL_TABLE4_IQ3_S = 14,
-    KVL_TABLE4_IQ3_XXS = 15,
+    KVL_IQ1_S = 12,
+    KVL_IQ1_M = 13,
+    KVL_IQ2_XXS = 14,
+    KVL_IQ2_XS = 15,
     KVL_FP4_16 = 16,
     KVL_INT4_K = 17,
     KVL_INT5_K = 18,
     KVL_INT2_K = 19,
     KVL_INT2_256 = 20,
-    KVL_INT1 = 21
+    KVL_INT1 = 21,
+    KVL_IQ2_S = 22,
+    KVL_IQ3_XXS = 23,
+    KVL_IQ3_S = 24
 };
 
 /* Formats of cached keys and values; see layout.hpp. */
@@ -289,7 +292,8 @@ void kvl_fill_f32(kvl_model *model, int32_t linear, const float *values, int64_t
  * `run` numbers of a row, of which the last may be shorter; minimums null = none. run: a multiple of 32, or of 16 in
  * formats that have a scale for as many, and all of a block in those whose blocks have one scale; all columns in
  * KVL_INT8_CHANNEL. scale_factors, minimum_factors: of formats with super-blocks alone, [count][cols / 256]: scales and
- * minimums, which are then small integers, are multiples of them. layout.hpp says what a number means. The channels must
+ * minimums, which are then small integers, are multiples of them. layout.hpp says what a number means; in formats with a
+ * grid the sizes of each eight numbers are those of one of its points. The channels must
  * be held in a format of files, which KVL_INT8 and KVL_BF16 are not. */
 typedef struct {
     const uint8_t *numbers;

@@ -9,12 +9,14 @@
 //   3 bits:  for each 16 k a plane of the lower two bits, as 6 bits have the upper ones; a plane of third bits
 //   2 bits:  the two planes alone
 //   1 bit:   a plane as that of fifth bits
+//   iq1, iq2: [4 points of 8 neighbours][32] indices into a grid (GridShape), their lower eight bits; then, in iq2, a plane
+//            of signs as that of fifth bits
 // Formats whose scales are fp16, of blocks of one group unless another size is told:
 //   int8, int8_32:                  32 scales, value = (byte - 128) * scale
 //   int8_min:                       32 scales | 32 minimums, value = (byte - 128) * scale + minimum
 //   int4, int5:                     32 scales | 32 minimums, value = number * scale + minimum
-//   iq4, fp4, table4:               32 scales, value = table[number] * scale
-//   fp4_16, table3:                 32 scales of the first 16 k | 32 of the others, value = table[number] * scale
+//   iq4, fp4:                       32 scales, value = table[number] * scale
+//   fp4_16:                         32 scales of the first 16 k | 32 of the others, value = table[number] * scale
 //   int2 (64 k), int2_256 (256 k):  32 scales, value = (number - 1) * scale
 //   int1 (128 k):                   32 scales, value = (2 * number - 1) * scale
 // Formats with super-blocks of 256 k, as GGUF's K types have them: 32 fp16 factors of scales, with minimums then 32 of
@@ -24,6 +26,9 @@
 //                    value = (number - 4) * scale
 //   int6_k:          [16 runs of 16 k][32] signed bytes, value = (number - 32) * scale
 //   int2_k:          [16 runs][32] bytes, scale in the low nibble, minimum in the high one; value as int4_k
+//   iq1, iq2, iq3:   [4 pairs of groups, or 8 of runs][32] bytes, the scale of the first in the low nibble, of the second in
+//                    the high one; then, in iq1 and iq2, the upper bits of indices (upper_offset);
+//                    value = table[number] * (2 * nibble + 1) * unit_of the type * factor
 //   Pairs: [8 groups][32] bytes, the lower four bits of the first number in the low nibble, those of the second in the
 //   high one; then two planes of 64 bytes with the upper two bits of each (pair_plane, pair_shift).
 // Others:
@@ -45,6 +50,7 @@
 #include <cstring>
 
 #include "abi.h"
+#include "grids.hpp"
 
 namespace kvl {
 
@@ -88,32 +94,51 @@ using Table = int8_t[16];
 // The table of a format that has one.
 constexpr const Table& table_of(int format) {
     switch (format) {
-        case KVL_TABLE3_IQ1: return kIq1;
-        case KVL_TABLE3_IQ2: return kIq2;
-        case KVL_TABLE4_IQ3_S: return kIq3S;
-        case KVL_TABLE4_IQ3_XXS: return kIq3Xxs;
+        case KVL_IQ1_S:
+        case KVL_IQ1_M: return kIq1;
+        case KVL_IQ2_XXS:
+        case KVL_IQ2_XS:
+        case KVL_IQ2_S: return kIq2;
+        case KVL_IQ3_S: return kIq3S;
+        case KVL_IQ3_XXS: return kIq3Xxs;
         case KVL_IQ4: return kIq4;
         default: return kFp4;
     }
 }
 
 // The format whose kernels compute a format: one that differs in its table alone.
-constexpr int kernel_of(int format) {
+constexpr int kernel_of(int format) { return format == KVL_FP4 ? KVL_IQ4 : format; }
+
+// A type of GGUF whose weights are points of a grid, each for eight neighbours; an index has `bits`, and above them, where
+// `has_move`, one that says which half of the table the point has. Where it has not, each neighbour has a sign.
+constexpr int kPoint = 8;
+struct GridShape {
+    const uint16_t* points;  // grids.hpp
+    int bits;
+    bool has_move;
+    constexpr int upper_bits() const { return bits + has_move - 8; }
+    constexpr int count() const { return 1 << bits; }
+};
+constexpr GridShape grid_of(int format) {
     switch (format) {
-        case KVL_TABLE3_IQ1: return KVL_TABLE3_IQ2;
-        case KVL_TABLE4_IQ3_S:
-        case KVL_TABLE4_IQ3_XXS:
-        case KVL_FP4: return KVL_IQ4;
-        default: return format;
+        case KVL_IQ1_S:
+        case KVL_IQ1_M: return {kIq1Points, 11, true};
+        case KVL_IQ2_XXS: return {kIq2XxsPoints, 8, false};
+        case KVL_IQ2_XS: return {kIq2XsPoints, 9, false};
+        case KVL_IQ2_S: return {kIq2SPoints, 10, false};
+        default: return {};
     }
 }
+constexpr bool has_grid(int format) { return grid_of(format).bits > 0; }
 
-constexpr bool has_table(int format) {
-    return kernel_of(format) == KVL_TABLE3_IQ2 || kernel_of(format) == KVL_IQ4 || format == KVL_FP4_16;
-}
+// What scales that are odd integers are multiplied by, besides their factor.
+constexpr float unit_of(int format) { return format == KVL_IQ3_S ? 1.0f : format == KVL_IQ3_XXS ? 0.25f : 0.125f; }
+constexpr bool has_odd_scales(int format) { return has_grid(format) || format == KVL_IQ3_S || format == KVL_IQ3_XXS; }
+
+constexpr bool has_table(int format) { return kernel_of(format) == KVL_IQ4 || format == KVL_FP4_16 || has_odd_scales(format); }
 
 // How scales are stored: see above.
-enum class Scaling { kNone, kHalves, kPairs, kBytes, kNibbles };
+enum class Scaling { kNone, kHalves, kPairs, kBytes, kNibbles, kOdd };
 constexpr Scaling scaling_of(int format) {
     switch (format) {
         case KVL_BF16:
@@ -123,7 +148,7 @@ constexpr Scaling scaling_of(int format) {
         case KVL_INT5_K: return Scaling::kPairs;
         case KVL_INT6_K: return Scaling::kBytes;
         case KVL_INT2_K: return Scaling::kNibbles;
-        default: return Scaling::kHalves;
+        default: return has_odd_scales(format) ? Scaling::kOdd : Scaling::kHalves;
     }
 }
 constexpr bool is_super(int format) { return scaling_of(format) > Scaling::kHalves; }
@@ -138,8 +163,11 @@ constexpr int number_bits(int format) {
         case KVL_INT6_K: return 6;
         case KVL_INT5:
         case KVL_INT5_K: return 5;
-        case KVL_TABLE3_IQ1:
-        case KVL_TABLE3_IQ2:
+        case KVL_IQ1_S:
+        case KVL_IQ1_M:
+        case KVL_IQ2_XXS:
+        case KVL_IQ2_XS:
+        case KVL_IQ2_S:
         case KVL_INT3_K: return 3;
         case KVL_INT2:
         case KVL_INT2_256:
@@ -153,7 +181,16 @@ constexpr bool has_bytes(int format) { return number_bits(format) == 8; }
 
 // Whether each run of 16 has a scale of its own.
 constexpr bool has_runs(int format) {
-    return format == KVL_INT2_K || format == KVL_INT3_K || format == KVL_INT6_K || format == KVL_FP4_16 || kernel_of(format) == KVL_TABLE3_IQ2;
+    switch (format) {
+        case KVL_INT2_K:
+        case KVL_INT3_K:
+        case KVL_INT6_K:
+        case KVL_FP4_16:
+        case KVL_IQ1_M:
+        case KVL_IQ2_XS:
+        case KVL_IQ2_S: return true;
+        default: return false;
+    }
 }
 // Whether planes of two bits are those of runs of 16.
 constexpr bool has_pairs_of_bits(int format) { return number_bits(format) == 2 || number_bits(format) == 3 || number_bits(format) == 6; }
@@ -196,6 +233,7 @@ constexpr int scale_bytes(int format) {
         case Scaling::kNone: return 0;
         case Scaling::kHalves: return has_min(format) || has_runs(format) ? kPanel * 4 : kPanel * 2;
         case Scaling::kPairs: return factor_bytes(format) + kPairBytes;
+        case Scaling::kOdd: return factor_bytes(format) + kSuper / (has_runs(format) ? kRun : kFileGroup) / 2 * kPanel;
         default: return factor_bytes(format) + kSuper / kRun * kPanel;
     }
 }
@@ -204,8 +242,16 @@ constexpr int plane_bytes(int format) {
     const int bits = number_bits(format), in_planes = bits < 4 ? bits : bits < 8 ? bits - 4 : 0;
     return in_planes * kPanel * kFileGroup / 8;
 }
-constexpr int group_bytes(int format) { return number_bits(format) * kPanel * group_size(format) / 8; }
-constexpr int block_bytes(int format) { return scale_bytes(format) + block_groups(format) * group_bytes(format); }
+constexpr int kIndexBytes = kFileGroup / kPoint * kPanel;  // of indices of a group, without their upper bits
+constexpr int group_bytes(int format) {
+    if (has_grid(format)) return kIndexBytes + (grid_of(format).has_move ? 0 : kPanel * kFileGroup / 8);
+    return number_bits(format) * kPanel * group_size(format) / 8;
+}
+// Bytes of a block before its groups: scales, and upper bits of indices.
+constexpr int front_bytes(int format) {
+    return scale_bytes(format) + (has_grid(format) ? kSuper / kPoint * grid_of(format).upper_bits() / 8 * kPanel : 0);
+}
+constexpr int block_bytes(int format) { return front_bytes(format) + block_groups(format) * group_bytes(format); }
 
 // Bytes of a panel before its first block, and of the whole panel.
 constexpr int64_t head_bytes(int format) { return is_whole(format) ? kPanel * 4 : 0; }
@@ -218,7 +264,7 @@ constexpr Byte* block_of(Byte* panel, int format, int64_t k) {
 }
 template <class Byte>
 constexpr Byte* group_of(Byte* block, int format, int64_t k) {
-    return block + scale_bytes(format) + k % block_size(format) / group_size(format) * group_bytes(format);
+    return block + front_bytes(format) + k % block_size(format) / group_size(format) * group_bytes(format);
 }
 
 // Formats of one byte per weight: offset of weight k (within its group) of channel c from the group's first weight.
@@ -234,6 +280,13 @@ constexpr int third_offset(int k, int c) { return 2 * kPanel * 4 + c * 4 + k % 4
 // the first number (which: 0) or the second (1).
 constexpr int pair_plane(int group, int c) { return kSuper / kFileGroup * kPanel + group / 4 * 2 * kPanel + group % 2 * kPanel + c; }
 constexpr int pair_shift(int group, int which) { return group / 2 % 2 * 4 + which * 2; }
+// Grids: offset in a group of the byte with the sign of weight k; its place in it is k / 4.
+constexpr int sign_offset(int k, int c) { return kIndexBytes + c * 4 + k % 4; }
+// Where in a block the upper bits of a channel's index lie, of the point with weight k of the block.
+constexpr int upper_offset(int format, int k, int c) {
+    return scale_bytes(format) + k / kPoint * grid_of(format).upper_bits() / 8 * kPanel + c;
+}
+constexpr int upper_shift(int format, int k) { return k / kPoint * grid_of(format).upper_bits() % 8; }
 // bf16: offset of that weight in elements, not bytes, from the beginning of its group.
 constexpr int bf16_offset(int k, int c) { return (k / 2) * kPanel * 2 + c * 2 + k % 2; }
 

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "isa/look_up.hpp"
 #include "layout.hpp"
 
 namespace kvl {
@@ -165,6 +166,13 @@ inline Bytes get_bytes(const int8_t* from) {
 inline Bytes entries(Bytes numbers, const Table& table) {
     const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
     return {_mm256_shuffle_epi8(bytes, numbers.lo), _mm256_shuffle_epi8(bytes, numbers.hi)};
+}
+struct BytesPair {
+    Bytes first, second;
+};
+inline BytesPair points(const uint64_t* table, Indices index) {
+    const PointHalves lo = eight_points(table, {index, 0}), hi = eight_points(table, {index, 1});
+    return {{lo.first, hi.first}, {lo.second, hi.second}};
 }
 inline F32 small_floats(const int8_t* from) {
     const __m128i bytes = _mm_loadu_si128((const __m128i*)from);

@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include "isa/look_up.hpp"
 #include "layout.hpp"
 
 namespace kvl {
@@ -122,6 +123,14 @@ inline Bytes get_bytes(const int8_t* from) { return {_mm512_loadu_si512(from)}; 
 inline Bytes entries(Bytes numbers, const Table& table) {
     const __m512i bytes = _mm512_broadcast_i32x4(_mm_xor_si128(_mm_loadu_si128((const __m128i*)table), _mm_set1_epi8(-128)));
     return {_mm512_shuffle_epi8(bytes, numbers.v)};
+}
+inline Bytes joined(__m256i lo, __m256i hi) { return {_mm512_inserti64x4(_mm512_castsi256_si512(lo), hi, 1)}; }
+struct BytesPair {
+    Bytes first, second;
+};
+inline BytesPair points(const uint64_t* table, Indices index) {
+    const PointHalves lo = eight_points(table, {index, 0}), hi = eight_points(table, {index, 1});
+    return {joined(lo.first, hi.first), joined(lo.second, hi.second)};
 }
 inline F32 small_floats(const int8_t* from) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)))};

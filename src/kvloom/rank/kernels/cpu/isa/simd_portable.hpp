@@ -178,12 +178,37 @@ inline Bytes entries(Bytes numbers, const Table& table) {
     return each_byte([&](int i) { return table[numbers.of[i]]; });
 }
 
+// Indices of 16 channels into a table of points: a byte of each at `low`, above it the bits of the byte at `upper` under
+// `mask`, from bit `shift` on; mask 0 = none.
+struct Indices {
+    uint16_t of[kLanes];
+};
+inline Indices indices_of(const uint8_t* low, const uint8_t* upper, int shift, int mask) {
+    Indices result;
+    for (int i = 0; i < kLanes; i++) result.of[i] = uint16_t(low[i] | (mask == 0 ? 0 : upper[i] >> shift & mask) << 8);
+    return result;
+}
+// Points of 16 channels, of eight bytes: the first four of each, and the others.
+struct BytesPair {
+    Bytes first, second;
+};
+inline BytesPair points(const uint64_t* table, Indices index) {
+    BytesPair result;
+    for (int i = 0; i < kLanes; i++) {
+        const uint64_t point = table[index.of[i]];
+        const uint32_t first = uint32_t(point), second = uint32_t(point >> 32);
+        std::memcpy(result.first.of + 4 * i, &first, 4);
+        std::memcpy(result.second.of + 4 * i, &second, 4);
+    }
+    return result;
+}
+
 // 16 small integers as floats.
 inline F32 small_floats(const int8_t* from) {
     return each([&](int i) { return float(from[i]); });
 }
 
-// Adds upper bits to 4-bit weights: the bits of a plane, shifted left by `shift` (right if negative), under `mask`.
+// Adds upper bits to weights: the bits of a plane, shifted left by `shift` (right if negative), under `mask`.
 inline Bytes with_bits(Bytes low, const uint8_t* plane, int shift, int mask) {
     return each_byte([&](int i) { return low.of[i] | ((shift < 0 ? plane[i] >> -shift : plane[i] << shift) & mask); });
 }

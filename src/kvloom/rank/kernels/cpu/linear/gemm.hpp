@@ -231,7 +231,7 @@ void tile_channel(const Pass& pass, const Table&) {
     }
 }
 
-// The micro-kernel of a format with groups, for ROWS rows.
+// The micro-kernel of a format with groups, but of no grid, for ROWS rows.
 template <int ROWS>
 Tile tile_of_groups(int format) {
     switch (kernel_of(format)) {
@@ -248,7 +248,8 @@ Tile tile_of_groups(int format) {
         case KVL_INT5: return &tile_numbers<ROWS, KVL_INT5>;
         case KVL_INT5_K: return &tile_numbers<ROWS, KVL_INT5_K>;
         case KVL_INT6_K: return &tile_numbers<ROWS, KVL_INT6_K>;
-        case KVL_TABLE3_IQ2: return &tile_numbers<ROWS, KVL_TABLE3_IQ2>;
+        case KVL_IQ3_XXS: return &tile_numbers<ROWS, KVL_IQ3_XXS>;
+        case KVL_IQ3_S: return &tile_numbers<ROWS, KVL_IQ3_S>;
         case KVL_FP4_16: return &tile_numbers<ROWS, KVL_FP4_16>;
         default: return &tile_numbers<ROWS, KVL_IQ4>;
     }

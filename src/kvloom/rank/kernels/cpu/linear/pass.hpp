@@ -110,11 +110,7 @@ inline Bytes quad_of(const uint8_t* group, int quad, const Table& table) {
     const uint8_t* plane = group + (has_pairs_of_bits(FORMAT) ? quad / 4 * kRow : 0);
     if constexpr (kBits == 1) return one_bit(group, quad);
     if constexpr (kBits == 2) return two_bits(plane, quad % 4 * 2);
-    if constexpr (kBits == 3) {
-        const Bytes numbers = with_bits(two_bits(plane, quad % 4 * 2), group + 2 * kRow, 2 - quad, 4);
-        if constexpr (has_table(FORMAT)) return entries(numbers, table);
-        return numbers;
-    }
+    if constexpr (kBits == 3) return with_bits(two_bits(plane, quad % 4 * 2), group + 2 * kRow, 2 - quad, 4);
     if constexpr (kBits >= 4) {
         const uint8_t* nibbles = group + plane_bytes(FORMAT) + quad / 2 * kRow;
         const Bytes low = quad % 2 == 0 ? low_nibbles(nibbles) : high_nibbles(nibbles);

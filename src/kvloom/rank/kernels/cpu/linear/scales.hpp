@@ -64,8 +64,8 @@ struct BlockScales<FORMAT, true> {
         for (int i = 0; i < factor_bytes(FORMAT) / 2 / kLanes; i++) factors[i] = load_fp16(halves + i * kLanes);
         at += factor_bytes(FORMAT);
         if constexpr (kScaling == Scaling::kBytes) bytes = reinterpret_cast<const int8_t*>(at);
-        if constexpr (kScaling == Scaling::kNibbles)
-            for (int i = 0; i < kRows * kPanel; i += kVector) {
+        if constexpr (kScaling == Scaling::kNibbles || kScaling == Scaling::kOdd)
+            for (int i = 0; i < kRows * kPanel / (kScaling == Scaling::kOdd ? 2 : 1); i += kVector) {
                 put_bytes(first + i, low_nibbles(at + i));
                 put_bytes(second + i, high_nibbles(at + i));
             }
@@ -86,6 +86,12 @@ struct BlockScales<FORMAT, true> {
             const F32 off = splat(-32);
             found.scale_a = fma(small_floats(from), factors[0], mul(off, factors[0]));
             found.scale_b = fma(small_floats(from + kLanes), factors[1], mul(off, factors[1]));
+        } else if constexpr (kScaling == Scaling::kOdd) {  // integers stand for twice and one more
+            const int at = has_runs(FORMAT) ? group * 2 + run : group;
+            const int8_t* from = (at % 2 == 0 ? first : second) + at / 2 * kPanel;
+            const F32 one = splat(unit_of(FORMAT)), two = splat(2 * unit_of(FORMAT));
+            found.scale_a = mul(fma(small_floats(from), two, one), factors[0]);
+            found.scale_b = mul(fma(small_floats(from + kLanes), two, one), factors[1]);
         } else {
             const int at = (has_runs(FORMAT) ? group * 2 + run : group) * kPanel;
             const int8_t* from = kScaling == Scaling::kBytes ? bytes : first;

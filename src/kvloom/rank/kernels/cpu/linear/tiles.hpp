@@ -24,10 +24,12 @@ constexpr int tiles_from(int format) { return is_whole(format) ? kChannelTilesFr
 
 // Stores weights as signed bytes.
 template <int FORMAT>
-void put_signed(int8_t* to, Bytes weights) {
-    constexpr int kZero = has_bytes(FORMAT) ? kByteZero : zero_of(FORMAT);
-    _mm512_store_si512(to, _mm512_sub_epi8(weights.v, _mm512_set1_epi8(char(kZero))));
-}
+struct PutSigned {
+    void operator()(int8_t* to, Bytes weights) const {
+        constexpr int kZero = has_bytes(FORMAT) ? kByteZero : zero_of(FORMAT);
+        _mm512_store_si512(to, _mm512_sub_epi8(weights.v, _mm512_set1_epi8(char(kZero))));
+    }
+};
 
 // Tiles used to multiply parts: 0 and 1, or in the next part 2 and 3, hold sums; 4 activations; 6 and 7 weights.
 struct PartShapes : TileConfig {
@@ -118,14 +120,14 @@ KVL_IN_TILES void multiply_block(const Pass& pass, int64_t first, int64_t groups
 // must have room for as many.
 template <int FORMAT>
 KVL_IN_TILES void multiply_panel(const Pass& pass, int rows, const Table& table) {
-    constexpr int64_t kChunk = kUnpackedCols / group_size(FORMAT);
+    constexpr int64_t kChunk = unpacked_cols(FORMAT) / group_size(FORMAT);
     Unpacked unpacked;
     const int64_t groups = pass.cols / group_size(FORMAT);
     const uint8_t* panel = pass.panel;
     PartShapes(part_size(FORMAT)).load();
     for (int64_t g = 0; g < groups; g += kChunk) {
         const int64_t count = groups - g < kChunk ? groups - g : kChunk;
-        panel = unpacked.fill<FORMAT>(panel, count, table, put_signed<FORMAT>);
+        panel = unpacked.fill<FORMAT>(panel, count, table, PutSigned<FORMAT>{});
         asm volatile("" ::: "memory");  // compilers do not know what memory tile loads access
         for (int r = 0; r < rows; r += kBlockRows) {
             const Pass block{pass.x, pass.row + r, pass.cols, nullptr, pass.out + r * kPanel};
@@ -155,7 +157,13 @@ inline void multiply_in_tiles(int format, const Pass& pass, int rows) {
         case KVL_INT5: return multiply_panel<KVL_INT5>(pass, rows, table);
         case KVL_INT5_K: return multiply_panel<KVL_INT5_K>(pass, rows, table);
         case KVL_INT6_K: return multiply_panel<KVL_INT6_K>(pass, rows, table);
-        case KVL_TABLE3_IQ2: return multiply_panel<KVL_TABLE3_IQ2>(pass, rows, table);
+        case KVL_IQ1_S: return multiply_panel<KVL_IQ1_S>(pass, rows, table);
+        case KVL_IQ1_M: return multiply_panel<KVL_IQ1_M>(pass, rows, table);
+        case KVL_IQ2_XXS: return multiply_panel<KVL_IQ2_XXS>(pass, rows, table);
+        case KVL_IQ2_XS: return multiply_panel<KVL_IQ2_XS>(pass, rows, table);
+        case KVL_IQ2_S: return multiply_panel<KVL_IQ2_S>(pass, rows, table);
+        case KVL_IQ3_XXS: return multiply_panel<KVL_IQ3_XXS>(pass, rows, table);
+        case KVL_IQ3_S: return multiply_panel<KVL_IQ3_S>(pass, rows, table);
         case KVL_FP4_16: return multiply_panel<KVL_FP4_16>(pass, rows, table);
         case KVL_INT8_CHANNEL: return multiply_channel_in_tiles(&pass, 1, rows);
         default: return multiply_panel<KVL_IQ4>(pass, rows, table);

@@ -3,14 +3,21 @@
 #pragma once
 
 #include "linear/gemm.hpp"
+#include "linear/points.hpp"
 
 namespace kvl {
 
 // Columns of a panel that are unpacked at a time: their weights take half of a first-level cache, or 3/4 of a small one.
 constexpr int kUnpackedCols = 768;
+constexpr int unpacked_cols(int format) { return has_grid(format) ? kSuper : kUnpackedCols; }  // the grid is there, too
 
 // Number of consecutive weights of a channel that share a scale, a group at most.
 constexpr int part_size(int format) { return has_runs(format) ? kRun : group_size(format); }
+
+// Objects, not pointers to functions, which compilers would call for every 64 weights.
+struct PutBytes {
+    void operator()(int8_t* to, Bytes weights) const { put_bytes(to, weights); }
+};
 
 // Groups, in parts that have a scale each; scales of a part come before its minimums.
 struct Unpacked {
@@ -28,7 +35,8 @@ struct Unpacked {
             const BlockScales<FORMAT> of_block(block);
             for (int i = 0; i < block_groups(FORMAT); i++, to += group_size(FORMAT) * kPanel) {
                 for (int part = 0; part < kParts; part++, scale += decoded_floats(FORMAT)) of_block.of(i, part).store_floats(scale);
-                if constexpr (HAS_WEIGHTS) fill_weights<FORMAT>(block + scale_bytes(FORMAT) + i * group_bytes(FORMAT), to, table, put);
+                if constexpr (has_grid(FORMAT)) fill_points<FORMAT>(block, i, to, table, put);
+                else if constexpr (HAS_WEIGHTS) fill_weights<FORMAT>(block + front_bytes(FORMAT) + i * group_bytes(FORMAT), to, table, put);
             }
         }
         return block;
@@ -114,8 +122,9 @@ UnpackedRows unpacked_rows(UnpackedShape shape, int rows) {
 }
 
 // Whether weights are unpacked for many rows, or scales alone, or nothing. Where two rows share a pass, unpacking once
-// saves a lot; where six do, products take as long with weights that are unpacked on the way.
-constexpr bool unpacks_weights(int format) { return number_bits(format) < 8 && kRowsMany <= 2; }
+// saves a lot; where six do, products take as long with weights that are unpacked on the way. Points of grids are looked up
+// in memory, for one row already.
+constexpr bool unpacks_weights(int format) { return has_grid(format) || (number_bits(format) < 8 && kRowsMany <= 2); }
 constexpr bool unpacks(int format) { return unpacks_weights(format) || is_super(format); }
 
 // Multiplies 1 <= rows <= kRowsMany rows, from row `begin` of the pass on, by unpacked groups.
@@ -129,7 +138,7 @@ void multiply_some(const Pass& pass, int rows, int64_t first, int64_t count, con
 // Multiplies many rows by one panel.
 template <int FORMAT>
 void multiply_unpacked(const Pass& pass, int rows, const Table& table) {
-    constexpr int64_t kChunk = kUnpackedCols / kFileGroup;
+    constexpr int64_t kChunk = unpacked_cols(FORMAT) / kFileGroup;
     constexpr bool kHasWeights = unpacks_weights(FORMAT);
     const Passes parts(rows, kRowsMany, kRowsMany);
     const int64_t groups = pass.cols / kFileGroup;
@@ -137,7 +146,7 @@ void multiply_unpacked(const Pass& pass, int rows, const Table& table) {
     Unpacked unpacked;
     for (int64_t g = 0; g < groups; g += kChunk, blocks = end) {
         const int64_t count = min_of(groups - g, kChunk);
-        end = unpacked.fill<FORMAT, kHasWeights>(blocks, count, table, put_bytes);
+        end = unpacked.fill<FORMAT, kHasWeights>(blocks, count, table, PutBytes{});
         for (int64_t i = 0; i < parts.count; i++) {
             const int begin = int(parts.begin(i)), rows_of_part = int(parts.begin(i + 1)) - begin;
             if (g + count == groups) pass.ask(begin, begin + rows_of_part);
@@ -162,7 +171,13 @@ inline void multiply_unpacked(int format, const Pass& pass, int rows) {
         case KVL_INT5: return multiply_unpacked<KVL_INT5>(pass, rows, table);
         case KVL_INT5_K: return multiply_unpacked<KVL_INT5_K>(pass, rows, table);
         case KVL_INT6_K: return multiply_unpacked<KVL_INT6_K>(pass, rows, table);
-        case KVL_TABLE3_IQ2: return multiply_unpacked<KVL_TABLE3_IQ2>(pass, rows, table);
+        case KVL_IQ1_S: return multiply_unpacked<KVL_IQ1_S>(pass, rows, table);
+        case KVL_IQ1_M: return multiply_unpacked<KVL_IQ1_M>(pass, rows, table);
+        case KVL_IQ2_XXS: return multiply_unpacked<KVL_IQ2_XXS>(pass, rows, table);
+        case KVL_IQ2_XS: return multiply_unpacked<KVL_IQ2_XS>(pass, rows, table);
+        case KVL_IQ2_S: return multiply_unpacked<KVL_IQ2_S>(pass, rows, table);
+        case KVL_IQ3_XXS: return multiply_unpacked<KVL_IQ3_XXS>(pass, rows, table);
+        case KVL_IQ3_S: return multiply_unpacked<KVL_IQ3_S>(pass, rows, table);
         case KVL_FP4_16: return multiply_unpacked<KVL_FP4_16>(pass, rows, table);
         default: return multiply_unpacked<KVL_IQ4>(pass, rows, table);
     }

@@ -11,7 +11,7 @@ bool pays_in_tiles(int format, int64_t rows) {
     return rows >= tiles_from(format);
 }
 
-bool pays_unpacked(int format, int64_t rows) { return unpacks(format) && rows >= kUnpackFrom; }
+bool pays_unpacked(int format, int64_t rows) { return has_grid(format) || (unpacks(format) && rows >= kUnpackFrom); }
 
 Passes passes_of(int format, int64_t rows, bool is_unpacked) {
     if (is_unpacked) return Passes(rows, kTileRows, kTileRows);

@@ -5,6 +5,7 @@
 
 #include "mixers/mixer.hpp"
 #include "model/model.hpp"
+#include "model/numbers.hpp"
 
 namespace kvl {
 namespace {
@@ -14,54 +15,6 @@ namespace {
 int64_t channel_of(int64_t r, int64_t first, int32_t interleave) {
     if (interleave < 0) return first + r;
     return (first + r) / kLanes * kPanel + interleave * kLanes + (first + r) % kLanes;
-}
-
-// Replaces the bits of `mask`, from `shift` on, of a byte.
-void set_bits(uint8_t& byte, int shift, int mask, int bits) { byte = uint8_t((byte & ~(mask << shift)) | (bits & mask) << shift); }
-
-// Writes the quantised number of weight k of a channel into a group, whose planes begin at `group`, in any format but bf16.
-void set_number(uint8_t* group, int format, int channel, int k, int number) {
-    const int bits = number_bits(format);
-    uint8_t* rest = group + plane_bytes(format);
-    if (has_bytes(format)) {
-        rest[byte_offset(k, channel)] = uint8_t(number);
-        return;
-    }
-    uint8_t& plane = group[plane_offset(format, k, channel)];
-    const int shift = plane_shift(format, k);
-    if (bits < 4) {
-        set_bits(plane, shift, bits == 1 ? 1 : 3, number);
-        if (bits == 3) set_bits(group[third_offset(k, channel)], k / 4, 1, number >> 2);
-        return;
-    }
-    set_bits(rest[nibble_offset(k, channel)], k % 8 < 4 ? 0 : 4, 15, number);
-    if (bits > 4) set_bits(plane, shift, (1 << (bits - 4)) - 1, number >> 4);
-}
-
-// Reads the number that set_number wrote.
-int number_at(const uint8_t* group, int format, int channel, int k) {
-    const int bits = number_bits(format);
-    const uint8_t* rest = group + plane_bytes(format);
-    if (has_bytes(format)) return rest[byte_offset(k, channel)];
-    const int upper = group[plane_offset(format, k, channel)] >> plane_shift(format, k);
-    if (bits == 3) return (upper & 3) | (group[third_offset(k, channel)] >> k / 4 & 1) << 2;
-    if (bits < 3) return upper & ((1 << bits) - 1);
-    const int byte = rest[nibble_offset(k, channel)], nibble = k % 8 < 4 ? byte & 15 : byte >> 4;
-    return bits == 4 ? nibble : nibble | (upper & ((1 << (bits - 4)) - 1)) << 4;
-}
-
-// The value of a quantised number, before scale and minimum.
-int level_of(int format, int number) {
-    if (has_bytes(format)) return number - 128;
-    if (has_table(format)) return table_of(format)[number];
-    switch (format) {
-        case KVL_INT6_K: return number - 32;
-        case KVL_INT3_K: return number - 4;
-        case KVL_INT2:
-        case KVL_INT2_256: return number - 1;
-        case KVL_INT1: return 2 * number - 1;
-        default: return number;
-    }
 }
 
 void set_half(uint8_t* at, int channel, uint16_t half) { std::memcpy(at + channel * 2, &half, 2); }
@@ -103,6 +56,10 @@ Line line_at(const uint8_t* block, int format, int channel, int k) {
         const int both = numbers[run * kPanel + channel];
         return {factor * float(both & 15), minimum_factor * float(both >> 4)};
     }
+    if (scaling_of(format) == Scaling::kOdd) {
+        const int which = has_runs(format) ? run : group, nibble = numbers[which / 2 * kPanel + channel] >> which % 2 * 4 & 15;
+        return {factor * unit_of(format) * float(2 * nibble + 1), 0};
+    }
     if (has_runs(format)) return {factor * float(pair_at(numbers, group, channel, run % 2) - 32), 0};
     return {factor * float(pair_at(numbers, group, channel, 0)), minimum_factor * float(pair_at(numbers, group, channel, 1))};
 }
@@ -110,7 +67,8 @@ Line line_at(const uint8_t* block, int format, int channel, int k) {
 // Weight i of a group of a channel, dequantised; `first`: column of the group in its block.
 float weight_at(const uint8_t* panel, const uint8_t* block, const uint8_t* group, int format, int channel, int first, int i) {
     if (format == KVL_BF16) return bf16_to_float(reinterpret_cast<const uint16_t*>(group)[bf16_offset(i, channel)]);
-    const float level = float(level_of(format, number_at(group, format, channel, i)));
+    const int number = has_grid(format) ? number_of_point(block, format, channel, first + i) : number_at(group, format, channel, i);
+    const float level = float(level_of(format, number));
     if (is_whole(format)) return level * reinterpret_cast<const float*>(panel)[channel];
     const Line line = line_at(block, format, channel, first + i);
     return level * line.scale + line.minimum;
@@ -132,9 +90,11 @@ struct FileScales {
     }
     void set_super(uint8_t* block, int format, int channel, int64_t k) const {
         const int64_t at = row * (cols / kSuper) + k / kSuper;
-        set_half(block, channel, float_to_fp16(from.scale_factors[at]));
+        const float unit = scaling_of(format) == Scaling::kOdd ? unit_of(format) : 1;
+        set_half(block, channel, float_to_fp16(from.scale_factors[at] / unit));
         if (has_min(format)) set_half(block + kPanel * 2, channel, float_to_fp16(from.minimum_factors[at]));
         uint8_t* numbers = block + factor_bytes(format);
+        if (scaling_of(format) == Scaling::kOdd) return set_odd(numbers, channel, k, has_runs(format) ? kRun : kFileGroup);
         const bool in_pairs = scaling_of(format) == Scaling::kPairs, in_nibbles = scaling_of(format) == Scaling::kNibbles;
         for (int group = 0; in_pairs && group < kSuper / kFileGroup; group++, k += kFileGroup) {
             if (has_runs(format)) set_pair(numbers, group, channel, int(scale(k)) + 32, int(scale(k + kRun)) + 32);
@@ -142,6 +102,9 @@ struct FileScales {
         }
         for (int run = 0; !in_pairs && run < kSuper / kRun; run++, k += kRun)
             numbers[run * kPanel + channel] = uint8_t(in_nibbles ? int(scale(k)) | int(minimum(k)) << 4 : int(scale(k)));
+    }
+    void set_odd(uint8_t* numbers, int channel, int64_t k, int run) const {
+        for (int i = 0; i < kSuper / run; i++, k += run) set_bits(numbers[i / 2 * kPanel + channel], i % 2 * 4, 15, int(scale(k)) / 2);
     }
 };
 
@@ -204,6 +167,10 @@ void pack_numbers(const Linear& linear, int64_t channel, const kvl_numbers& from
     for (int64_t k = 0; k < linear.cols; k += group_size(format)) {
         uint8_t *block = block_of(panel, format, k), *group = group_of(block, format, k);
         if (!is_whole(format) && k % block_size(format) == 0) scales.set(block, format, lane, k);
+        if (has_grid(format)) {
+            for (int i = 0; i < kFileGroup; i += kPoint) set_point(block, format, lane, int(k % kSuper) + i, numbers + k + i);
+            continue;
+        }
         for (int i = 0; i < group_size(format) && k + i < linear.cols; i++) set_number(group, format, lane, i, numbers[k + i]);
     }
 }
