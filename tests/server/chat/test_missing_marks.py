@@ -85,6 +85,23 @@ def test_a_call_is_read_without_its_marks(text: str, arguments: str):
     assert reads(text) == ("", "", [("fetch", arguments)])
 
 
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{{"name": "fetch", "arguments": {"more": {"a": {}}}}}', [("fetch", '{"more": {"a": {}}}')]),
+        ('{ {"arguments": {"url": "u"}, "name": "fetch"} }', [("fetch", '{"url": "u"}')]),
+        ('{{"name": "fetch"}}', [("fetch", "{}")]),
+        ('{{{"name": "fetch"}}}', []),
+        ('{"name": "fetch", {"arguments": {}}}', []),
+    ],
+)
+def test_a_call_may_stand_in_a_second_pair_of_braces(text: str, calls: list[tuple[str, str]]):
+    """The chat template of Qwen2.5-Coder-Instruct (September 2024) shows its form so, and the model copies it."""
+    said, _, found = reads(f"<tool_call>\n{text}\n</tool_call>", HERMES)
+    assert found == calls
+    assert bool(said) != bool(calls)
+
+
 def test_a_cut_call_has_the_arguments_that_are_whole():
     assert reads(call(argument("url", "u") + "<parameter=number>\n12", ""), is_cut=True)[2] == [
         ("fetch", '{"url": "u"}')

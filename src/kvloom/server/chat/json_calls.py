@@ -55,6 +55,8 @@ class CallScanner:
 
     `name` is set once the call is certain: its arguments have begun, or the object is complete. `take` returns the
     newly known part of the arguments, as JSON text. `raw` is everything taken while `name` was not set.
+
+    The object may stand in a second pair of braces: Qwen2.5-Coder's template shows calls so, and the model copies it.
     """
 
     def __init__(self, names: Collection[str] | None = None, needs_arguments: bool = False) -> None:
@@ -69,6 +71,7 @@ class CallScanner:
         self.found_name: str | None = None  # read, but the call is not certain yet
         self._early: str | None = None  # arguments that came before the name
         self._is_streaming = self._has_arguments = False
+        self._is_within = False  # the object stands in a second pair of braces, which is still open
 
     def take(self, char: str) -> str:
         if self.name is None:
@@ -82,6 +85,8 @@ class CallScanner:
     def _take_structure(self, char: str) -> None:
         if self._at is _At.OBJECT and char == "{":
             self._at = _At.KEY
+        elif self._at is _At.KEY and char == "{" and self.raw.split() in (["{{"], ["{", "{"]):
+            self._is_within = True
         elif self._at is _At.KEY and (self._value.text or char == '"'):
             if self._value.add(char):
                 key = _text(self._value.text)
@@ -91,7 +96,7 @@ class CallScanner:
         elif self._at is _At.COMMA and char == ",":
             self._at = _At.KEY
         elif self._at in (_At.COMMA, _At.KEY) and char == "}":
-            self.is_done = True
+            self.is_done, self._is_within = not self._is_within, False
         else:
             self.is_failed = True
 
