@@ -132,7 +132,7 @@ PURE := kvloom/engine/schedule/again kvloom/engine/schedule/ahead kvloom/engine/
   kvloom/engine/schedule/cost kvloom/engine/schedule/pace \
   kvloom/engine/text/stop kvloom/engine/text/detok kvloom/contract/capacity kvloom/net/sites \
   kvloom/pool/storage/allocator kvloom/pool/storage/evict kvloom/pool/storage/budget kvloom/pool/cluster/placement \
-  ems/keys ems/common/breaker ems/wire/kinds ems/wire/messages ems/wire/packing ems/wire/frames \
+  ems/keys ems/common/breaker ems/wire/messages ems/wire/packing ems/wire/frames \
   kvloom/gewu/protocol/frames kvloom/gewu/protocol/jsontext kvloom/gewu/protocol/schema kvloom/gewu/qos \
   kvloom/gewu/service/company kvloom/gewu/service/room kvloom/gewu/service/sessions kvloom/gewu/service/memory \
   kvloom/server/chat/output kvloom/server/chat/reasoning kvloom/server/chat/fold kvloom/server/chat/turns kvloom/server/chat/open_tagged \

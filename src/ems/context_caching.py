@@ -20,12 +20,11 @@ from ems.native.calls import NOT_PLAIN, Given, How, NativeCalls
 from ems.native.functions import Plan
 from ems.native.plan import native_names, native_planner
 from ems.profiling import Profiler
-from ems.transport import Link, LinkPool
+from ems.transport import Link, LinkPool, deadline_of
 
 WAS_SHUT_DOWN = "Ems was shut down"
 _DEFAULT: Final = CcKvOption()
 _IO_THREADS = 4
-_FLOOR_S = 0.02  # timeout=0 still needs one round trip to the agent on this node
 _MAX_SNAPSHOT_BYTES = 1 << 30  # bytes of copies waiting to be saved; further saves are waited for
 
 
@@ -171,7 +170,7 @@ class ContextCaching:
                 return found
             settings, values = checked_option(option), plan_hashes(hashes)
             counts = plan_counts(values, offsets) if offsets is not None else None
-            deadline_s = _deadline_s(time.monotonic(), settings)
+            deadline_s = deadline_of(settings.timeout, time.monotonic())
             with self._links.lend(deadline_s) as link:
                 cache = self._planning_cache(link.welcome.key_salt)
                 if counts is None:
@@ -322,7 +321,7 @@ class ContextCaching:
                 self._count_snapshot(-call.source.num_bytes)
 
     def _try(self, call: _Call, begun: pipeline.Begun | None = None) -> CcResult:
-        deadline_s = _deadline_s(call.start_s, call.option)
+        deadline_s = deadline_of(call.option.timeout, call.start_s)
         total, progress = len(call.request), pipeline.Progress()
         if total == 0:
             return CcResult(0, 0)
@@ -363,15 +362,11 @@ class ContextCaching:
         self._start()
 
 
-def _deadline_s(start_s: float, option: CcKvOption) -> float:
-    return start_s + max(_FLOOR_S, option.timeout / 1000)
-
-
 def _how(start_s: float, option: CcKvOption | None) -> How:
     """Parameters of a call in C++. Raises EMS_INVALID_ARGUMENT."""
     settings = checked_option(option) if option is not _DEFAULT else _DEFAULT
     is_local = settings.read_local_only or settings.timeout == 0
-    return How(int(_deadline_s(start_s, settings) * 1e9), is_local, settings.write_rcache)
+    return How(int(deadline_of(settings.timeout, start_s) * 1e9), is_local, settings.write_rcache)
 
 
 def _begin(link: Link, calls: NativeCalls, what: Given, how: How, is_load: bool) -> pipeline.Begun:

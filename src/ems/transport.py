@@ -34,8 +34,14 @@ A = TypeVar("A", bound=m.Message)
 log = logging.getLogger("ems")
 WAS_CLOSED = "the pool was closed"
 _MAX_IDLE_LINKS = 8
+_FLOOR_S = 0.02  # timeout=0 still needs one round trip to the agent on this node
 _CONNECT_S = 5.0
 _RETRY_S = 0.005  # pause before retrying an agent whose queue of connections is full
+
+
+def deadline_of(timeout_ms: int, start_s: float) -> float:
+    """The deadline (time.monotonic) of a call that began at `start_s`."""
+    return start_s + max(_FLOOR_S, timeout_ms / 1000)
 
 
 class Link:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ems import CcKvOption, CcResult, EmsException, context_caching, pipeline
+from ems import CcKvOption, CcResult, EmsException, pipeline, transport
 from ems.native.functions import functions
 from kvloom.pool.storage.opening import prepare
 from tests.support.pool.agents import copy_of, new_kv, running_agent, session, slots_of, tokens_of, two_agents, zero
@@ -64,7 +64,7 @@ def alone(cc, of, monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("hashes", [[1, 2, 3], [-5, 7, 2**63 - 1], LARGE], ids=["small", "signed", "large"])
 def test_blocks_come_back_without_python(alone, kv, shape, hashes, monkeypatch):
-    monkeypatch.setattr(context_caching, "_FLOOR_S", WAIT_S)  # of timeout=0: for the answer on a busy machine
+    monkeypatch.setattr(transport, "_FLOOR_S", WAIT_S)  # of timeout=0: for the answer on a busy machine
     made, before = SHAPES[shape], copy_of(kv)
     if shape == "array" and hashes == LARGE:
         hashes = [1, 2, 2**62]  # unsigned arrays are left to Python

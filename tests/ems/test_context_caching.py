@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ems import CcKvOption, CcResult, EmsErrorCode, EmsException, context_caching
+from ems import CcKvOption, CcResult, EmsErrorCode, EmsException, transport
 from tests.support.pool.agents import copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
 from tests.support.waiting import WAIT_S, until
 
@@ -244,7 +244,7 @@ def test_the_first_write_of_a_key_wins(cc, kv, agent):
 
 
 def test_a_timeout_of_zero_is_one_local_attempt(cc, monkeypatch):
-    monkeypatch.setattr(context_caching, "_FLOOR_S", WAIT_S)  # for the agent's answer on a busy machine
+    monkeypatch.setattr(transport, "_FLOOR_S", WAIT_S)  # for the agent's answer on a busy machine
     cc.save(slots_of(0), [1], [4])
     assert cc.load(slots_of(0), [1], [4], CcKvOption(timeout=0)) == CcResult(1, 1)
     assert cc.load(slots_of(0), [2], [4], CcKvOption(timeout=0)) == CcResult(0, 1)

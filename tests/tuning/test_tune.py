@@ -14,7 +14,7 @@ from kvloom.cli import app
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.server.run.config_cli import starting_point
-from kvloom.server.run.engine_settings import read_engine_config
+from kvloom.server.run.launch import read_engine_config
 from kvloom.tuning import sweep
 from kvloom.tuning.figures import figures
 from kvloom.tuning.report import config_text, plot_html, table_text

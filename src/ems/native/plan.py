@@ -1,11 +1,14 @@
 """From a call's arguments to blocks in one call: positions and names.
 
-Names use the SHA-256 of the library that Python's hashlib calls.
+C++ reads the caller's lists and arrays with functions of this interpreter, whose addresses it is given. Names use the
+SHA-256 of the library that Python's hashlib calls.
 """
 
 import ctypes
 import hashlib
 import importlib
+import sys
+import sysconfig
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -13,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ems.native.functions import Cache, Plan, functions_at_hand
-from ems.native.python import Python, python_functions
 from ems.native.tensors import NativeHostTensors
 from ems.runs import Blocks, Numbers, address_of
 
@@ -21,6 +23,47 @@ NAME_BYTES = 32
 _found: list["Sha256 | None"] = []
 _PLAN = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.py_object] * 3)
 _NAMES = ("SHA256_Init", "SHA256_Update", "SHA256_Final")
+_python: list["Python | None"] = []
+_FUNCTIONS = (
+    "PyList_Size",
+    "PyList_GetItem",
+    "PyTuple_Size",
+    "PyTuple_GetItem",
+    "PyObject_Type",
+    "Py_DecRef",
+    "PyLong_AsLongLong",
+    "PyLong_AsUnsignedLongLong",
+    "PyErr_Occurred",
+    "PyErr_Clear",
+    "PyObject_GetBuffer",
+    "PyBuffer_Release",
+    "PyEval_SaveThread",
+    "PyEval_RestoreThread",
+)
+_TYPES = (list, tuple, int, np.ndarray)
+
+
+class Python(ctypes.Structure):
+    """Addresses of functions of Python's stable ABI, and of types (given.hpp)."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in (*_FUNCTIONS, *(kind.__name__ for kind in _TYPES))]
+
+
+def python_functions() -> Python | None:
+    """Those of this interpreter; None where it does not export them."""
+    if not _python:
+        _python.append(_look_for_functions())
+    return _python[0]
+
+
+def _look_for_functions() -> Python | None:
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None  # lists are read under the interpreter's lock
+    try:
+        addresses = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in _FUNCTIONS]
+    except AttributeError:
+        return None
+    return Python(*addresses, *map(id, _TYPES))
 
 
 class Sha256(ctypes.Structure):

@@ -17,14 +17,13 @@ from ems.common.text import is_text
 from ems.config import LEGACY_DEFAULT_ACCESS_ID, CcKvOption, EmsConfig, checked_option
 from ems.keys import ValueNames
 from ems.session import locate_socket
-from ems.transport import WAS_CLOSED, Link, LinkPool
+from ems.transport import WAS_CLOSED, Link, LinkPool, deadline_of
 from ems.values import moving
 from ems.values.memory import Bytes, KvBuffer, bytes_of, check_apart, pieces_of
 from ems.values.moving import Batch, KvStatus
 
 _DEFAULT: Final = CcKvOption()
 _IO_THREADS = 4
-_FLOOR_S = 0.02  # timeout=0 still needs one round trip to the agent on this node
 _MAX_LAYOUT = 4096
 _MAX_LENGTH = 2**63 - 1
 T = TypeVar("T")
@@ -229,7 +228,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _batch(pieces: list[list[Bytes]], sizes: list[int], option: CcKvOption) -> Batch:
     settings = checked_option(option)
-    return Batch(pieces, sizes, [], settings, time.monotonic() + max(_FLOOR_S, settings.timeout / 1000))
+    return Batch(pieces, sizes, [], settings, deadline_of(settings.timeout, time.monotonic()))
 
 
 def _checked_keys(keys: object, name: str, others: object) -> list[bytes]:

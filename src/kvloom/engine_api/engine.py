@@ -20,7 +20,7 @@ from kvloom.engine.thread import EngineThread
 from kvloom.engine_api.codes import OK, Code, InferResponseEndFlag, Operation, Status
 from kvloom.engine_api.requests import InferenceRequest, InferenceResponse, RequestId, SendResponseCallback
 from kvloom.rank.opening import model_tokenizer, open_engine
-from kvloom.server.run.engine_settings import read_engine_config
+from kvloom.server.run.launch import read_engine_config
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from kvloom.pool.staging import Staging
 from kvloom.pool.storage.budget import Budget, RateLimit
 from kvloom.pool.storage.counts import Counts
 from kvloom.pool.storage.entries import Block
-from kvloom.pool.storage.held import Held
 from kvloom.pool.storage.opening import PoolOptions, open_pool
+from kvloom.pool.storage.passing import Held
 from kvloom.pool.storage.pool import Pool
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # identifies this machine until it reboots

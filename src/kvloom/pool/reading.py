@@ -8,7 +8,7 @@ from kvloom.pool.answering import answers
 from kvloom.pool.cluster.coming import Coming
 from kvloom.pool.node import Fetched, Node
 from kvloom.pool.storage.counts import Denial
-from kvloom.pool.storage.held import Held
+from kvloom.pool.storage.passing import Held
 from kvloom.pool.storage.pool import Pool
 
 PEER_SHARE = 0.5  # share of the time left for other nodes: a slow one must not use up the client's time for copying

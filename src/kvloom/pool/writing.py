@@ -20,7 +20,7 @@ from kvloom.pool.storage.allocator import slot_bytes
 from kvloom.pool.storage.budget import Refusal
 from kvloom.pool.storage.counts import Denial
 from kvloom.pool.storage.entries import Begun, Block, NoRoom, Reservation, Written
-from kvloom.pool.storage.held import Held
+from kvloom.pool.storage.passing import Held
 from kvloom.pool.storage.pool import Batch, Pool, Refused, Saved
 from kvloom.pool.storage.segments import SharedMemory
 

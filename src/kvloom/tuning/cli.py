@@ -19,8 +19,7 @@ from kvloom.contract.config import MAX_GAP_S, EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.server.config.backends import named_backend
-from kvloom.server.run.engine_settings import read_model_card
-from kvloom.server.run.launch import DEMO_MODEL
+from kvloom.server.run.launch import DEMO_MODEL, read_model_card
 from kvloom.tuning import options
 from kvloom.tuning.dataset import MAX_ROW_TOKENS, RowRules, convert, read_rows, read_texts, write_rows
 from kvloom.tuning.engine_test import print_figures

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvloom.contract.errors import ServingError
-from kvloom.server.run.engine_settings import read_engine_config
+from kvloom.server.run.launch import read_engine_config
 from kvloom.server.secure.api_keys import AccessError
 from kvloom.tuning.dataset import FIRST_TOKEN, read_rows, write_rows
 from kvloom.tuning.drive import drive

@@ -12,7 +12,7 @@ import xxhash
 
 from ems.common.channel import Channel
 from kvloom.pool.cluster.block_stream import receive_summed, send_blocks
-from kvloom.pool.storage.spans import Spans
+from kvloom.pool.storage.passing import Spans
 from tests.support.pool.node_proxy import tcp_pair
 from tests.support.waiting import WAIT_S, until
 

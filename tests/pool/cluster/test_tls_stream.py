@@ -14,7 +14,7 @@ from ems.wire import messages as m
 from kvloom.pool.cluster.block_stream import receive_summed, send_blocks
 from kvloom.pool.cluster.secured import TlsBroken
 from kvloom.pool.cluster.tls_channel import NodeTls, TlsChannel
-from kvloom.pool.storage.spans import Spans
+from kvloom.pool.storage.passing import Spans
 from tests.support.pool.node_proxy import tcp_pair
 from tests.support.pool.node_tls import NodeFiles
 from tests.support.waiting import WAIT_S, soon, until

@@ -22,9 +22,8 @@ from kvloom.pool.storage.budget import Budget
 from kvloom.pool.storage.entries import Geometry
 from kvloom.pool.storage.native.pool import NativePool
 from kvloom.pool.storage.opening import PoolOptions, open_pool
-from kvloom.pool.storage.passing import UNSOUND, Announced
+from kvloom.pool.storage.passing import UNSOUND, Announced, Spans
 from kvloom.pool.storage.pool import Batch
-from kvloom.pool.storage.spans import Spans
 from tests.support.pool.sessions import Sessions
 
 SLAB, TOTAL, THREADS, ROUNDS = 1 << 16, 1 << 19, 3, 60

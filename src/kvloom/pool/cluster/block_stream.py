@@ -13,8 +13,7 @@ from ems.runs import address_of
 from ems.wire.messages import SUM_BYTES
 from kvloom.pool.cluster.native.library import BROKEN, CLOSED, TlsEnds, functions
 from kvloom.pool.cluster.secured import SecuredChannel, TlsBroken
-from kvloom.pool.storage.passing import Sums
-from kvloom.pool.storage.spans import Spans
+from kvloom.pool.storage.passing import Spans, Sums
 
 _UNWANTED_BYTES = 64 << 10  # bytes that are read at a time in order to drop them
 _FOR_EVER_NS = 2**63 - 1

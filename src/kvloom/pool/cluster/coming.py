@@ -7,8 +7,7 @@ import time
 
 from ems.wire.messages import Cause
 from kvloom.pool.node import Others
-from kvloom.pool.storage.held import Held
-from kvloom.pool.storage.passing import Offered
+from kvloom.pool.storage.passing import Held, Offered
 from kvloom.pool.storage.pool import Pool
 
 

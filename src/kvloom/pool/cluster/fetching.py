@@ -16,8 +16,7 @@ from ems.wire.messages import Cause, Status
 from kvloom.pool.cluster.arrivals import receive_blocks
 from kvloom.pool.cluster.peer_line import checked_sums
 from kvloom.pool.node import Came
-from kvloom.pool.storage.held import Held
-from kvloom.pool.storage.passing import UNSOUND, Announced
+from kvloom.pool.storage.passing import UNSOUND, Announced, Held
 from kvloom.pool.storage.pool import Pool
 
 _FIRST_KEYS = 16  # of a load's first part; later parts are larger

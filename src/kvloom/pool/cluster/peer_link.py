@@ -20,9 +20,9 @@ from kvloom.pool.cluster.secured import Complaints
 from kvloom.pool.config import Address
 from kvloom.pool.node import Outgoing
 from kvloom.pool.storage.entries import Block
+from kvloom.pool.storage.passing import Spans
 from kvloom.pool.storage.pool import Pool
 from kvloom.pool.storage.seals import sealed
-from kvloom.pool.storage.spans import Spans
 
 _PUSH_S = 5.0
 _PAUSE_S = 0.001  # seconds between two turns of a load at a connection that others wait for

@@ -2,10 +2,8 @@
 
 from ems.wire.messages import SUM_BYTES, Status, split_keys, split_sums
 from kvloom.pool.storage.entries import Begun, Block, NoRoom, Reservation, Written
-from kvloom.pool.storage.held import Located
-from kvloom.pool.storage.passing import UNSOUND, Announced, Arrived, Sums
+from kvloom.pool.storage.passing import UNSOUND, Announced, Arrived, Located, Spans, Sums
 from kvloom.pool.storage.pool import Pool
-from kvloom.pool.storage.spans import Spans
 
 
 class HeldEntries:

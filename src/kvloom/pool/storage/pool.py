@@ -19,8 +19,7 @@ from ems.wire.messages import Cause, Status
 from kvloom.pool.storage.budget import Budget, Refusal
 from kvloom.pool.storage.counts import Counts
 from kvloom.pool.storage.entries import Begun, Block, Geometry, Published, Reservation, Written
-from kvloom.pool.storage.held import Held
-from kvloom.pool.storage.passing import Announced, Arrival, Offered
+from kvloom.pool.storage.passing import Announced, Arrival, Held, Offered
 from kvloom.pool.storage.segments import SharedMemory
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +15,34 @@ from kvloom.contract.errors import BadRequest
 from kvloom.server.config.key import Key
 from kvloom.server.config.keys import LAYOUT_1
 from kvloom.server.config.reading import Mistakes
-from kvloom.server.run.installation import lay
 from kvloom.server.run.launch import notes_of, read_settings
 from kvloom.server.run.preflight import problems
+
+_COMMANDS = ("mindieservice_daemon", "llm_engine_test", "seceasy_encrypt")
+_SCRIPT = "config_mindie_server_tls_cert.py"
+
+
+def lay(home: Path) -> None:
+    """Lay them in `home`; what is there already stays. Raises OSError."""
+    installed = Path(sys.executable).parent
+    for command in _COMMANDS:
+        link = home / "bin" / command
+        if (installed / command).exists() and not link.exists() and not link.is_symlink():
+            link.parent.mkdir(mode=0o750, exist_ok=True)
+            link.symlink_to(installed / command)
+    if (installed / _SCRIPT).exists():
+        target = repr(str(installed / _SCRIPT))  # its interpreter knows kvloom; that of `python3 scripts/...` may not
+        _write(home / "scripts" / _SCRIPT, f"import os\nimport sys\n\nos.execv({target}, [{target}, *sys.argv[1:]])\n")
+    path, root = (shlex.quote(str(each)) for each in (installed, home))
+    _write(home / "set_env.sh", f"export PATH={path}:$PATH\nexport MIES_INSTALL_PATH={root}\n")
+
+
+def _write(path: Path, text: str) -> None:
+    if path.exists() or path.is_symlink():
+        return
+    path.parent.mkdir(mode=0o750, exist_ok=True)
+    path.write_text(text)
+
 
 app = typer.Typer(help="config.json: check one, begin one.", no_args_is_help=True, add_completion=False)
 console, errors = Console(), Console(stderr=True)

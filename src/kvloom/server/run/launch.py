@@ -11,6 +11,7 @@ from kvloom.checkpoints.demo_models import MODELS, find_model, pull, pulled
 from kvloom.checkpoints.embedding.prompts import message_form, prompts_of
 from kvloom.checkpoints.files import read_object
 from kvloom.checkpoints.finding import find_weights
+from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError
 from kvloom.images.files import is_pipeline
 from kvloom.images.process import check
@@ -19,6 +20,31 @@ from kvloom.server.config.environment import environment_settings, idle_variable
 from kvloom.server.config.settings import Settings, load_settings
 from kvloom.server.observe.logs import start_logging
 from kvloom.server.run.main import serve
+from kvloom.server.serving.card import ModelCard
+
+log = logging.getLogger(__name__)
+
+
+def read_engine_config(path: Path, logs: bool = False) -> EngineConfig:
+    """The EngineConfig of read_model_card."""
+    return read_model_card(path, logs).engine
+
+
+def read_model_card(path: Path, logs: bool = False) -> ModelCard:
+    """The file's first model, overridden by the environment, with the model's path resolved.
+
+    Raises ServingError. With `logs` this process's log is opened, in the files that configuration and environment name.
+    """
+    settings = read_settings(path, os.environ)
+    settings.override(is_log_on_console=False)
+    resolve_models(settings)
+    config = settings.build()
+    if logs:
+        start_logging(config.log)
+        for note in notes_of(settings, os.environ):
+            log.warning("%s", note)
+    return config.models[0]
+
 
 log = logging.getLogger(__name__)
 

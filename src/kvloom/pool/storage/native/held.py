@@ -9,10 +9,8 @@ import numpy.typing as npt
 from ems.runs import address_of
 from ems.wire.messages import SUM_BYTES
 from kvloom.pool.storage.entries import Block, Geometry
-from kvloom.pool.storage.held import Located
 from kvloom.pool.storage.native import library as c
-from kvloom.pool.storage.passing import Announced, Arrived, Sums
-from kvloom.pool.storage.spans import Spans
+from kvloom.pool.storage.passing import Announced, Arrived, Located, Spans, Sums
 
 Ids = npt.NDArray[np.uint32]
 

@@ -24,10 +24,9 @@ from kvloom.pool.storage.entries import Begun, Block, Geometry, NoRoom, Publishe
 from kvloom.pool.storage.native import library as c
 from kvloom.pool.storage.native.held import HeldBlocks, NativeArrival, NativeBlock, NativeOffer
 from kvloom.pool.storage.native.serving import Asks, NativeServing, Tally, callbacks
-from kvloom.pool.storage.passing import Announced
+from kvloom.pool.storage.passing import Announced, Spans
 from kvloom.pool.storage.pool import Batch, Pool, Refused, Saved, Terms
 from kvloom.pool.storage.segments import SharedMemory, take_slab
-from kvloom.pool.storage.spans import Spans
 
 log = logging.getLogger(__name__)
 _AHEAD_SHARE = 1 / 16  # share of a quota that is kept free at most, for the next batch
