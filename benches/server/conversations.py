@@ -3,7 +3,8 @@
     python -m benches.server.conversations --peer llama-server [--model FILE.gguf] [--rounds 2] [--save-json FILE]
 
 Both serve one GGUF file, a random model of Qwen3.5-0.8B's shape if none is given. Every round plays the script once on
-each, with messages that no cache has seen, while the other one is halted. One JSON line a server and kind of request:
+each, with messages that no cache has seen, while the other one is halted. kvloom saves its cache to a pool of its own,
+and at the end it is started again and plays its last script once more. One JSON line a server and kind of request:
 medians over all rounds of the tokens computed again (`again`; `again_most`, `again_sum`) and of the time to the first
 token; `rss_mb` is the peak of resident memory.
 """
@@ -20,17 +21,32 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from tests.support.pool.faults import AgentProcess
 
 from benches.server.hybrid_gguf import make_hybrid_gguf
 from kvloom.bench.client import Target
 from kvloom.bench.conversation import Exchange, Player, Script, of_kinds
 from kvloom.bench.load import new_seed
-from kvloom.bench.process import ServerProcess, free_port, serve_command
+from kvloom.bench.process import ServerProcess, free_port
 from kvloom.checkpoints.demo_models import find_model
 
 START_LIMIT_S = 300.0
 CONTEXT = 8192
 MODEL = "m"
+
+
+def our_command(folder: Path, model: Path, port: int) -> list[str]:
+    """`kvloom serve` over the pool at ems.sock in `folder`."""
+    models = [{"modelName": MODEL, "modelWeightPath": str(model)}]
+    pool = {"backend": "ems", "socketPath": str(folder / "ems.sock"), "timeoutMs": 5000}
+    document = {
+        "ServerConfig": {"port": port},
+        "BackendConfig": {"kvPoolConfig": pool, "ModelDeployConfig": {"maxSeqLen": CONTEXT, "ModelConfig": models}},
+    }
+    path = folder / "config.json"
+    path.write_text(json.dumps(document))
+    path.chmod(0o640)
+    return [sys.executable, "-m", "kvloom.cli", "serve", "--config", str(path)]
 
 
 def their_command(program: str, model: Path, port: int) -> list[str]:
@@ -71,17 +87,25 @@ def rows(name: str, exchanges: Sequence[Exchange], rss_mb: int) -> list[dict[str
     return found
 
 
-def measure(peer: str, model: Path, rounds: int, script: Script) -> list[dict[str, Any]]:
+def measure(peer: str, model: Path, rounds: int, script: Script, folder: Path) -> list[dict[str, Any]]:
     with ExitStack() as stack:
+        stack.enter_context(AgentProcess(folder / "ems.sock", "--pool=4G", "--segment=64M", "--slab=16M"))
         ports = free_port(), free_port()
-        own = serve_command(str(model), ports[0], ["--served-model-name", MODEL, "--max-model-len", str(CONTEXT)])
-        servers = [Server("kvloom", own, ports[0], stack)]
+        own = our_command(folder, model, ports[0])
+        first = stack.enter_context(ExitStack())
+        servers = [Server("kvloom", own, ports[0], first)]
         servers.append(Server("llama.cpp", their_command(peer, model, ports[1]), ports[1], stack))
         found: dict[str, list[Exchange]] = {server.name: [] for server in servers}
+        last = Player(script, "")
         for turn in range(rounds):
             for server in servers if turn % 2 == 0 else servers[::-1]:
-                found[server.name] += server.play(Player(script, f"{new_seed()}-{turn}"))
-        return [row for server in servers for row in rows(server.name, found[server.name], server.rss_mb)]
+                player = Player(script, f"{new_seed()}-{turn}")
+                found[server.name] += server.play(player)
+                last = player if server is servers[0] else last
+        lines = [row for server in servers for row in rows(server.name, found[server.name], server.rss_mb)]
+        first.close()
+        again = Server("kvloom, started again", own, ports[0], stack)
+        return lines + rows(again.name, again.play(last), again.rss_mb)
 
 
 def main() -> int:
@@ -97,7 +121,7 @@ def main() -> int:
     script = Script(num_turns=args.num_turns, num_branches=args.num_branches, output_len=args.output_len)
     with tempfile.TemporaryDirectory() as name:
         model = args.model or make_hybrid_gguf(find_model("smollm2"), Path(name) / "hybrid.gguf")
-        lines = measure(args.peer, model, max(1, args.rounds), script)
+        lines = measure(args.peer, model, max(1, args.rounds), script, Path(name))
     text = "".join(json.dumps(line) + "\n" for line in lines)
     if args.save_json:
         with args.save_json.open("a", encoding="utf-8") as file:

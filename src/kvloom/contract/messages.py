@@ -11,6 +11,7 @@ import msgspec
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.lifecycle import Failed, Loading, Ready
 from kvloom.contract.sampling import SamplingParams
+from kvloom.contract.states import FoundState, KeptState, Search
 
 Progress = Callable[[int, int], None]  # called with bytes loaded so far, and bytes in all
 
@@ -67,18 +68,23 @@ class Work(msgspec.Struct, array_like=True):
 class Transfer(msgspec.Struct, array_like=True):
     """Full blocks to load from the outer KV tier, or to save to it; `keys` name their contents, in chain order.
 
-    The blocks are held for the transfer until the rank reports it in StepOutput.moved.
+    The blocks are held for the transfer until the rank reports it in StepOutput.moved. With a `search`, of a load,
+    blocks are loaded as far as a state is found. The `state` of a save, which then has no blocks, is copied before the
+    batch computes anything.
     """
 
     id: int
     blocks: list[int]
     keys: list[bytes]
+    search: Search | None = None
+    state: KeptState | None = None
 
 
 class Batch(msgspec.Struct, array_like=True, tag="batch"):
-    """One step: forget `drop`, learn `new`, copy `swap_out` (block, host block), run `work` as one ragged batch, start
-    `loads` and `saves`. An empty batch only asks which transfers have ended. The contents of `release` are not
-    needed any more: the blocks' memory goes back to the system until they are written again.
+    """One step: start `loads` and `saves`, write the states that transfers have `found`, forget `drop`, learn `new`,
+    copy `swap_out` (block, host block), run `work` as one ragged batch. An empty batch only asks which transfers have
+    ended. The contents of `release` are not needed any more: the blocks' memory goes back to the system until they are
+    written again.
 
     `again`: each sequence of the last batch that had work computes one more token, behind that work, in the same order.
     `work` then holds only those that get blocks. Sent to a rank whose RankInfo says takes_again.
@@ -94,6 +100,7 @@ class Batch(msgspec.Struct, array_like=True, tag="batch"):
     again: bool = False
     swap_out_windows: list[tuple[int, int]] = []  # the same of a window's blocks, into the same host blocks
     release_windows: list[int] = []
+    found: list[FoundState] = []
 
 
 class Logprob(msgspec.Struct, array_like=True):
@@ -142,10 +149,14 @@ class Forced(msgspec.Struct, array_like=True):
 
 
 class Moved(msgspec.Struct, array_like=True):
-    """Transfer `id` has ended: its first `num_blocks` blocks were moved, the contents of the others are undefined."""
+    """Transfer `id` has ended: its first `num_blocks` blocks were moved, the contents of the others are undefined.
+
+    `position`: tokens before the state that a search has found, which waits for a FoundState; 0 = none.
+    """
 
     id: int
     num_blocks: int
+    position: int = 0
 
 
 class StepOutput(msgspec.Struct, array_like=True):

@@ -10,8 +10,8 @@ from kvloom.engine.schedule.seq import Seq, Status
 from kvloom.engine.stats import BatchTimes, Stats
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_NOT_COUNTED = ("total_compute_s", "total_restarts", "total_tier_loaded_blocks", "total_tier_saved_blocks")
-_COUNTED = [f.name for f in fields(Stats) if f.name.startswith("total_") and f.name not in _NOT_COUNTED]
+_NOT_COUNTED = ("total_compute_s", "total_restarts", "total_tier_")
+_COUNTED = [f.name for f in fields(Stats) if f.name.startswith("total_") and not f.name.startswith(_NOT_COUNTED)]
 
 
 class Counts:

@@ -262,13 +262,13 @@ class Engine:
         taken = {step.seq.id: self._take(self._seqs[step.seq.id], samples[step.seq.id]) for step in steps}
         self._counts.add("total_output_tokens", sum(map(len, taken.values())))
         fresh = commit.commit_step(plan, taken, self._pool, self._limits.block_size)
-        self._transfers.save(fresh)
         self._transfers.give(step.seq for step in plan.steps)
         for step in steps:
             live = self._seqs[step.seq.id]
             self._counts.drafts(*live.judge(step.draft, len(samples[step.seq.id]) - 1))
             if live.finish is not None:
                 self._end(live)
+        self._transfers.save(fresh)
         going_on = [live for step in steps if (live := self._seqs.get(step.seq.id))]
         self._drafting.draft(going_on, output.forced, self._executor.max_submitted > 1)
         self._drafting.ended(output.compute_s, bool(self._seqs) and not self._under_way)
@@ -316,8 +316,8 @@ class Engine:
         work = commit.apply_step(plan, self._pool)
         self._transfers.save_missing(plan.steps)
         self._transfers.load(plan.loads, self._clock())
-        transfers = self._transfers.take_new()
-        batch = Batch(self._introduce(plan), work, self._dropped, copies, *transfers, swap_out_windows=windows)
+        batch = Batch(self._introduce(plan), work, self._dropped, copies, swap_out_windows=windows)
+        self._transfers.fill(batch)
         self._again.shorten(batch)
         self._drafting.sent(not self._under_way)
         self._under_way.append(plan)

@@ -57,6 +57,8 @@ class Stats:
     total_compute_s: float = 0.0
     total_tier_loaded_blocks: int = 0  # KV blocks loaded from and saved to the outer tier, since the rank started
     total_tier_saved_blocks: int = 0
+    total_tier_loaded_states: int = 0  # and snapshots of states
+    total_tier_saved_states: int = 0
     total_restarts: int = 0
     total_crashes: int = 0  # times the model's process died, hung or failed a step
     total_resumed: int = 0  # continuations of requests after a rank died; a request may be counted several times

@@ -124,7 +124,7 @@ def pin(cores: Sequence[int]) -> None:
 
 def _highest_blocks(batch: Batch) -> tuple[int, int]:
     """Of all tokens, and of a window's."""
-    lists = [work.blocks for work in batch.work if work.blocks] + [load.blocks for load in batch.loads]
+    lists = [work.blocks for work in batch.work if work.blocks] + [load.blocks for load in batch.loads if load.blocks]
     windows = [work.windows for work in batch.work if work.windows]
     return max(map(max, lists), default=0), max(map(max, windows), default=0)
 

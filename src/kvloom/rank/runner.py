@@ -43,6 +43,7 @@ from kvloom.rank.sampler import (
 )
 from kvloom.rank.steady import Decoding, Steady, choices_of
 from kvloom.rank.tier.kvmemory import KvMemory
+from kvloom.rank.tier.statememory import state_memory
 
 
 @dataclass(slots=True)
@@ -141,11 +142,13 @@ class ModelRunner:
         return self._windows.layers
 
     def kv_memory(self, model: str) -> KvMemory:
-        """See rank.tier.tier.KvRunner. Raises ModelError where blocks are not all that is kept of a prefix."""
-        if self.info.num_states:
-            raise ModelError(f"{model}: its layers keep states, which no outer KV tier holds: serve it without one")
+        """See rank.tier.tier.KvRunner. Raises ModelError where states are not kept."""
         backend, blocks = self._backend, self._blocks
         assert not backend.num_window_blocks, "with an outer tier a block has the keys and values of all layers"
+        if self.info.num_states and not self.info.num_snapshots:
+            raise ModelError(f"{model}: its layers keep states, and snapshotShare has no room for those of prefixes")
+        if self.info.num_states and not blocks.block_bytes:
+            raise ModelError(f"{model}: no layer has keys and values, of which an outer KV tier is made")
         return KvMemory(
             blocks.layers,
             blocks.num_blocks,
@@ -154,6 +157,7 @@ class ModelRunner:
             blocks.read,
             fingerprint(Path(model)),
             f"{backend.kv_layout}-t{backend.block_size}",
+            states=state_memory(backend, blocks.parts, blocks.block_bytes) if self.info.num_states else None,
         )
 
     def run(self, batch: Batch) -> StepOutput:

@@ -11,15 +11,21 @@ import torch
 
 from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.errors import ModelError
+from kvloom.contract.messages import Batch
 from kvloom.contract.request import Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
+from kvloom.engine.schedule import prefix
+from kvloom.pool.agent import Agent
 from kvloom.rank.loading import open_runner
 from kvloom.rank.main import open_runner as open_rank
 from kvloom.rank.runner import ModelRunner
+from kvloom.rank.tier.tier import TieredRunner
 from kvloom.server.run.kvnote import kv_note
 from tests.support.engine.engines import drain, engine_over, in_process, run_all, tokens_of
 from tests.support.models.checkpoints import save, tiny_model
+from tests.support.pool.agents import running_agent
+from tests.support.waiting import until
 
 MODELS = {  # of each mixer with a state: tiny model, and what of its configuration fits the kernels
     "delta rule": ("qwen3.5", {"head_dim": 128}),  # of which 32 dimensions are rotated
@@ -217,7 +223,33 @@ def test_a_model_without_keys_and_values_has_room_for_its_longest_sequence(tmp_p
     assert (info.max_seq_len, info.num_blocks, info.kv_bytes, info.num_states) == (4096, 3 * 4096 // 16, 0, 3)
 
 
-def test_an_outer_tier_is_refused_by_name(folder, backend):
+def tiered(folder: Path, kernels: str, agent: Agent, **fields: object) -> TieredRunner:
+    tier = TierConfig("kvloom.rank.tier.ems:open_tier", 30.0, {"socket": str(agent.config.socket)}, is_watched=True)
+    runner = open_rank(config_of(folder, kernels, kv_tier=tier, **fields), [], lambda done, total: None)
+    until(lambda: runner.run(Batch([], [], [])).is_tier_up)
+    return runner
+
+
+@pytest.mark.parametrize(("kernels", "size"), [("cpu", 16), ("cpu", 32), ("cpu", 128), ("reference", 16)])
+def test_after_a_restart_a_conversation_comes_from_the_pool_and_is_the_one_that_is_computed(folder, kernels, size):
+    sizes = {"num_blocks": 1280 // size, "block_size": size, "max_seq_len": 160}
+    computed = turns(engine_over(opened(folder, kernels, snapshot_share=0.0, **sizes)))
+    tier = TierConfig("kvloom.rank.tier.ems:open_tier", 30.0)
+    with running_agent(pool_bytes=64 << 20) as agent:
+        for most in ([50, 5 + 1, 30 + 1, 1, 89 - 49, 21, 21], [prefix.LEAST_APART] * 7):
+            runner = tiered(folder, kernels, agent, **sizes)
+            engine = engine_over(runner, kv_tier=tier)
+            found = turns(engine)
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in computed]
+            assert all(count <= limit for (_, count), limit in zip(found, most, strict=True))
+            runner.close()
+        assert engine.stats().total_tier_loaded_states > 0
+
+
+def test_an_outer_tier_without_room_for_states_or_without_keys_is_refused_by_name(folder, backend, tmp_path):
     tier = TierConfig("kvloom.rank.tier.ems:open_tier")
-    with pytest.raises(ModelError, match="its layers keep states, which no outer KV tier holds"):
-        open_rank(config_of(folder, backend, kv_tier=tier), [], lambda done, total: None)
+    with pytest.raises(ModelError, match="its layers keep states, and snapshotShare has no room for those of prefixes"):
+        open_rank(config_of(folder, backend, kv_tier=tier, snapshot_share=0.0), [], lambda done, total: None)
+    other = save(tiny_model("mamba2"), tmp_path)
+    with pytest.raises(ModelError, match="no layer has keys and values, of which an outer KV tier is made"):
+        open_rank(config_of(other, backend, kv_tier=tier), [], lambda done, total: None)

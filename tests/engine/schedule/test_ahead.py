@@ -65,7 +65,7 @@ def test_a_plan_that_takes_blocks_from_others_or_does_nothing_waits_for_the_toke
     assert must_wait(Plan())
     assert must_wait(Plan((computes(seq),), preempted=(decoding(1),)))
     assert not must_wait(Plan((computes(seq),)))
-    assert not must_wait(Plan(loads=(LoadStep(seq, (), (b"key",)),)))
+    assert not must_wait(Plan(loads=(LoadStep(seq, (), (b"key",), (b"key",)),)))
 
 
 # -- two steps in flight

@@ -48,7 +48,9 @@ ANSWER = 100
     ],
 )
 def test_states_are_kept_before_the_last_token_where_prompts_part_and_now_and_then(start, num_known, most, found):
-    assert mark_positions(start, num_known, most) == found
+    marks = mark_positions(start, num_known, most)
+    assert tuple(position for position, _ in marks) == found
+    assert [is_lasting for _, is_lasting in marks] == [position in (num_known, most) for position in found]
 
 
 def snapshots_of(*positions: int, most: int = 3) -> tuple[Snapshots, list[Snapshot]]:

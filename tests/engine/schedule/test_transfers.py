@@ -3,7 +3,7 @@
 import pytest
 
 from kvloom.contract.config import Limits
-from kvloom.contract.messages import Moved
+from kvloom.contract.messages import Batch, Moved, Transfer
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.commit import apply_step, check, commit_step, release_seq
 from kvloom.engine.schedule.scheduler import Circumstances, plan_step
@@ -27,6 +27,13 @@ def end(seqs: list[Seq], plan: Plan, pool: BlockPool, transfers: Transfers) -> N
     check(seqs, pool, BLOCK, transfers.held())
 
 
+def taken(transfers: Transfers) -> tuple[list[Transfer], list[Transfer]]:
+    """Loads and saves that the rank was not sent yet."""
+    batch = Batch([], [], [])
+    transfers.fill(batch)
+    return batch.loads, batch.saves
+
+
 def loads_of(plan: Plan) -> dict[int, int]:
     """Number of blocks to load, by sequence."""
     return {load.seq.id: len(load.keys) for load in plan.loads}
@@ -37,8 +44,8 @@ def test_a_waiting_sequence_asks_once_for_the_full_blocks_before_its_last_token_
     transfers = Transfers(pool, 1.0)
     plan = begin([seq], pool, transfers)
     assert (loads_of(plan), counts(plan), seq.status) == ({0: 2}, {}, Status.LOADING)
-    (load,), saves = transfers.take_new()
-    assert (load.keys, saves, transfers.take_new()) == (seq.hashes[:2], [], ([], []))
+    (load,), saves = taken(transfers)
+    assert (load.keys, saves, taken(transfers)) == (seq.hashes[:2], [], ([], []))
     assert begin([seq], pool, transfers) == Plan()
     check([seq], pool, BLOCK, transfers.held())
     transfers.finish([Moved(load.id, 1)], True)
@@ -102,7 +109,7 @@ def test_hits_of_a_load_are_held_with_it():
     transfers = Transfers(pool, 1.0)
     first = make_seq(0, 4)
     end([first], begin([first], pool, transfers), pool, transfers)
-    (save,) = transfers.take_new()[1]
+    (save,) = taken(transfers)[1]
     transfers.finish([Moved(save.id, 1)], True)
     release_seq(first, pool, Status.FINISHED)
     again = make_seq(1, 12)
@@ -153,7 +160,7 @@ def test_new_blocks_are_saved_once_and_held_until_the_report():
     plan = plan_step(seqs, pool, LIMITS)
     apply_step(plan, pool)
     end(seqs, plan, pool, transfers)
-    (save,) = transfers.take_new()[1]  # only one save: the second sequence computed the same blocks
+    (save,) = taken(transfers)[1]  # only one save: the second sequence computed the same blocks
     assert (save.keys, save.blocks) == (seqs[0].hashes, seqs[0].block_table[:2])
     for seq in seqs:
         release_seq(seq, pool, Status.FINISHED)
@@ -169,7 +176,7 @@ def test_saves_hold_a_quarter_of_the_blocks_and_a_tier_that_is_down_gets_none():
         plan = plan_step([seq], pool, LIMITS)
         apply_step(plan, pool)
         transfers.save(commit_step(plan, {}, pool, BLOCK))
-    (save,) = transfers.take_new()[1]
+    (save,) = taken(transfers)[1]
     assert len(save.blocks) == 4
     transfers.finish([Moved(save.id, 0)], False)
     transfers.save([save.blocks])
@@ -184,7 +191,7 @@ def compute(seq: Seq, pool: BlockPool, transfers: Transfers) -> list[bytes]:
     transfers.save_missing(plan.steps)
     end([seq], plan, pool, transfers)
     release_seq(seq, pool, Status.FINISHED)
-    return [key for save in transfers.take_new()[1] for key in save.keys]
+    return [key for save in taken(transfers)[1] for key in save.keys]
 
 
 def test_cached_blocks_that_a_tier_did_not_get_are_saved_when_they_are_next_used():
@@ -225,7 +232,7 @@ def test_a_block_with_new_contents_is_saved_and_a_loaded_one_is_not():
     transfers.finish([Moved(2, 1)], True)
     loaded = make_seq(2, 6, first=90)
     begin([loaded], pool, transfers)
-    (load,) = transfers.take_new()[0]
+    (load,) = taken(transfers)[0]
     transfers.finish([Moved(load.id, 1)], True)
     assert compute(loaded, pool, transfers) == []
 

@@ -2,13 +2,19 @@
 
 import zlib
 from array import array
+from dataclasses import replace
+
+import numpy as np
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import Batch, StepOutput, Work
 from kvloom.engine.engine import Engine
 from kvloom.rank.fake import FakeRunner
+from kvloom.rank.tier.kvmemory import KvMemory
+from kvloom.rank.tier.statememory import Bytes, StateMemory
 from tests.support.engine.engines import engine_over
 
+_STATE_BYTES = 16
 State = tuple[int, int]  # number of tokens, their checksum
 
 
@@ -20,6 +26,22 @@ class StatefulRunner(FakeRunner):
         self.info.num_states, self.info.num_snapshots = num_states, num_snapshots
         self._memory: list[State | None] = [None] * (num_states + num_snapshots)
         self._place: dict[int, int] = {}
+
+    def kv_memory(self, model: str) -> KvMemory:
+        states = StateMemory(_STATE_BYTES, self.info.block_size * 8, self._read_state, self._write_state)
+        return replace(super().kv_memory(model), states=states)
+
+    def _read_state(self, place: int, block: int) -> Bytes:
+        slots = self._slots[self._span(block)] if block >= 0 else []
+        state = self._memory[place]
+        assert state is not None, f"place {place} holds no state"
+        return np.array([*state, *slots], np.int64).view(np.uint8)
+
+    def _write_state(self, place: int, block: int, data: Bytes) -> None:
+        count, checksum, *slots = data.view(np.int64).tolist()
+        self._memory[place] = count, checksum
+        if block >= 0:
+            self._slots[self._span(block)] = array("q", slots)
 
     def run(self, batch: Batch) -> StepOutput:
         for work in batch.work:
@@ -58,5 +80,8 @@ def stateful_engine(
 ) -> Engine:
     """An engine whose answers `fake_answer` computes, over a model with states."""
     sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_seq_len": max_seq_len}
-    runner = StatefulRunner(EngineConfig(backend="fake", **sizes), num_states, num_snapshots)
-    return engine_over(runner, **config)
+    return engine_over(stateful_runner(num_states, num_snapshots, **sizes), **config)
+
+
+def stateful_runner(num_states: int, num_snapshots: int, **sizes: int) -> StatefulRunner:
+    return StatefulRunner(EngineConfig(backend="fake", **sizes), num_states, num_snapshots)

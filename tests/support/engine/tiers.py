@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvloom.contract.config import EngineConfig, TierConfig
-from kvloom.contract.messages import Moved, Transfer
+from kvloom.contract.messages import Moved, Runner, Transfer
+from kvloom.contract.states import FoundState
 from kvloom.engine.engine import Engine
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.tier.kvmemory import KvMemory
+from kvloom.rank.tier.statememory import Bytes
 from kvloom.rank.tier.tier import TieredRunner
 from kvloom.rank.tier.watch import Watch
 from tests.support.engine.engines import fake_runner, in_process
@@ -35,6 +37,9 @@ class FakeTier:
     reports: Callable[[list[Moved]], Iterable[Moved]] = lambda moved: moved
     waiting: list[tuple[int, bool, Transfer]] = field(default_factory=list)
     loads: list[Transfer] = field(default_factory=list)  # all that were asked for
+    states: dict[tuple[bytes, int], Bytes] = field(default_factory=dict)  # by key and size
+    coming: dict[int, tuple[tuple[bytes, int], Bytes]] = field(default_factory=dict)  # states that are being saved
+    found: dict[int, Bytes] = field(default_factory=dict)  # states that wait to be settled, by transfer
     num_polls: int = 0
 
     def load(self, transfer: Transfer) -> None:
@@ -42,6 +47,9 @@ class FakeTier:
         self.waiting.append((self.num_polls + self.delay, True, transfer))
 
     def save(self, transfer: Transfer) -> None:
+        if (state := transfer.state) is not None:
+            data = self.memory.states.read(state.place, state.block)
+            self.coming[transfer.id] = (state.key, len(data)), data
         self.waiting.append((self.num_polls + self.delay + self.save_delay, False, transfer))
 
     def poll(self) -> list[Moved]:
@@ -50,19 +58,39 @@ class FakeTier:
         self.num_polls += 1
         return list(self.reports([self._move(is_load, transfer) for _, is_load, transfer in due]))
 
+    def settle(self, found: FoundState) -> None:
+        if found.place < 0:
+            self.found.pop(found.id, None)
+        else:
+            self.memory.states.write(found.place, found.block, self.found.pop(found.id))
+
     def close(self) -> None:
         pass
 
     def _move(self, is_load: bool, transfer: Transfer) -> Moved:
+        if transfer.state is not None:
+            key, data = self.coming.pop(transfer.id)
+            self.states.setdefault(key, data)
+            return Moved(transfer.id, 1)
         if not is_load:
             for block, key in zip(transfer.blocks, transfer.keys, strict=True):
                 self.stored[key] = self._read(block)
             return Moved(transfer.id, len(transfer.blocks))
         known = next((i for i, key in enumerate(transfer.keys) if key not in self.stored), len(transfer.keys))
         count = min(known, self.finds(known))
+        position = 0
+        if (search := transfer.search) is not None:
+            size, states = self.memory.block_size, self.memory.states
+            for position, key in search.candidates(search.num_known + count, size):
+                if (data := self.states.get((key, states.size(position % size > 0)))) is not None:
+                    self.found[transfer.id] = data
+                    break
+            else:
+                position = 0
+            count = min(count, max(0, position // size - search.num_known))
         for i, (block, key) in enumerate(zip(transfer.blocks, transfer.keys, strict=True)):
             self._write(block, self.stored[key] if i < count else None)
-        return Moved(transfer.id, count)
+        return Moved(transfer.id, count, position)
 
     def _read(self, block: int) -> list[int]:
         return [int(view[block, slot, i]) for view, slot, i in self._numbers()]
@@ -91,7 +119,13 @@ def tiered_engine(
     """An engine over the fake model with a FakeTier on `stored` and checksums of its blocks; `fields` are of
     EngineConfig.
     """
-    runner = fake_runner(num_blocks, block_size, fields.pop("max_seq_len", 64))
+    return engine_over_tier(fake_runner(num_blocks, block_size, fields.pop("max_seq_len", 64)), stored, **fields)
+
+
+def engine_over_tier(
+    runner: Runner, stored: dict[bytes, list[int]] | None = None, **fields: Any
+) -> tuple[Engine, FakeTier, Clock]:
+    """The same over a runner."""
     watch = Watch(runner.kv_memory(""))
     tier = FakeTier(watch.memory, {} if stored is None else stored)
     clock = Clock()

@@ -13,18 +13,13 @@ memory of their own.
 """
 
 import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from kvloom.contract.states import chain_hash
 from kvloom.engine.schedule.places import Places
 from kvloom.engine.schedule.snapshots import Snapshots
-
-
-def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Identity of a full block: its tokens and, through `parent`, all before it. 32 bytes (SHA-256)."""
-    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
 def root_hash(salt: str) -> bytes:

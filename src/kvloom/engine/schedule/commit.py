@@ -222,7 +222,7 @@ def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
 
 def end_seq(seq: Seq, pool: BlockPool) -> None:
     """`seq` has its whole answer: release all it has, but for what others may begin with."""
-    leave_state(seq, pool)
+    leave_state(seq, pool, is_lasting=True)
     release_seq(seq, pool, Status.FINISHED)
 
 

@@ -4,6 +4,8 @@ The rank runs batches in order. So a place may be given to another owner while a
 a state that a step under way changes counts as changed.
 """
 
+from typing import NamedTuple
+
 from kvloom.contract.messages import Work
 from kvloom.engine.schedule.blocks import BlockPool, extend_chain
 from kvloom.engine.schedule.seq import Keep, Seq, SeqStep
@@ -28,12 +30,12 @@ def publish_kept(seq: Seq, pool: BlockPool) -> None:
     """Let others begin with the states that ended steps have copied. The full blocks before them are published."""
     while seq.keeping and seq.keeping[0].mark.position <= seq.num_computed:
         mark, place = seq.keeping.pop(0)
-        seq.base = _add(seq, mark.position, place, pool)
+        seq.base = _add(seq, mark.position, place, pool, mark.is_lasting)
 
 
-def leave_state(seq: Seq, pool: BlockPool) -> None:
+def leave_state(seq: Seq, pool: BlockPool, is_lasting: bool = False) -> None:
     """Before `seq` releases what it holds: its place becomes a snapshot of all that it has computed, steps under way
-    included, unless these compute tokens that are not known.
+    included, unless these compute tokens that are not known. It is lasting behind an answer.
     """
     position, block_size = seq.next_start, pool.snapshots.block_size
     is_known = seq.states and pool.snapshots.most and 0 < position <= len(seq.token_ids)
@@ -42,7 +44,7 @@ def leave_state(seq: Seq, pool: BlockPool) -> None:
     extend_chain(seq.hashes, seq.token_ids, block_size, seq.salt, seq.switch)
     for index in range(seq.num_published, position // block_size):
         publish_block(seq, index, pool, block_size)
-    _add(seq, position, seq.states.pop(), pool)
+    _add(seq, position, seq.states.pop(), pool, is_lasting)
 
 
 def give_up_kept(seq: Seq, pool: BlockPool) -> None:
@@ -54,23 +56,47 @@ def give_up_kept(seq: Seq, pool: BlockPool) -> None:
 
 def publish_block(seq: Seq, index: int, pool: BlockPool, block_size: int) -> bool:
     """Publish the full block `index` of its tables. Returns as BlockPool.publish, of the block of all tokens."""
-    block, first = seq.block_table[index], index * block_size
     if pool.windows is not None and index >= seq.num_dropped:
         pool.windows.publish(seq.window_table[index], seq.hashes[index])
+    return publish_as(seq, index, seq.block_table[index], pool, block_size)
+
+
+def publish_as(seq: Seq, index: int, block: int, pool: BlockPool, block_size: int) -> bool:
+    """Publish `block`, which has the contents of the full block `index` of its tokens."""
     is_new = pool.publish(block, seq.hashes[index])
     if is_new and pool.snapshots.most:
-        tokens = seq.token_ids[first : first + block_size]
+        tokens = seq.token_ids[index * block_size : (index + 1) * block_size]
         pool.snapshots.learn(block, seq.parent_hash(index, block_size), tokens)
     return is_new
 
 
-def _add(seq: Seq, position: int, place: int, pool: BlockPool) -> Snapshot:
+def _add(seq: Seq, position: int, place: int, pool: BlockPool, is_lasting: bool) -> Snapshot:
+    block = seq.block_table[(position - 1) // pool.snapshots.block_size]
+    return add_state(seq, position, Lies(place, block), pool, Origin(seq.base, is_lasting))
+
+
+class Lies(NamedTuple):
+    """Where a state lies, and the block with the last token before it: if that is full, another one may be known."""
+
+    place: int
+    block: int
+
+
+class Origin(NamedTuple):
+    """What is known of a state besides its tokens: the snapshot that it was computed from, and is_lasting of Mark."""
+
+    base: Snapshot | None
+    is_lasting: bool = False
+
+
+def add_state(seq: Seq, position: int, lies: Lies, pool: BlockPool, origin: Origin) -> Snapshot:
+    """Add the snapshot, which was let in, behind its first `position` tokens. Returns as Snapshots.add."""
     block_size = pool.snapshots.block_size
     index = (position - 1) // block_size
     tail = tuple(seq.token_ids[index * block_size : position])
-    block = seq.block_table[index]
+    block = lies.block
     if len(tail) == block_size:
         known = pool.block_of(seq.hashes[index])
         block = block if known is None else known
     parent = seq.parent_hash(index, block_size)
-    return pool.snapshots.add(Snapshot(position, parent, tail, block, place, seq.base))
+    return pool.snapshots.add(Snapshot(position, parent, tail, block, lies.place, *origin))

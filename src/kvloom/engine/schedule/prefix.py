@@ -4,9 +4,11 @@ Where layers keep a state, that is the longest prefix of which every block and t
 a window have blocks of their own, the longest of which every block of all tokens and those of its last window are.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvloom.engine.schedule.blocks import BlockPool, chain_hash
+from kvloom.contract.states import chain_hash
+from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.seq import Mark, Seq, num_blocks_of
 from kvloom.engine.schedule.snapshots import Snapshot
 
@@ -24,9 +26,12 @@ class Prefix(NamedTuple):
     start: int
     part: int = -1
     snapshot: Snapshot | None = None  # the state to begin with; None = none, or no layer keeps one
-    lacked: tuple[bytes, ...] = ()  # hashes of the blocks that the outer tier may have
+    known: Sequence[int] = ()  # the blocks behind which the outer tier may have more
+    lacked: tuple[bytes, ...] = ()  # hashes of those
+    asked: tuple[bytes, ...] = ()  # what is asked for: these, or the state at the end of the known; () = nothing
+    least: int = 0  # tokens before a state that is asked for
     awaited: bytes = b""  # hash of what comes next: if that is being computed for another one, it is waited for
-    marks: tuple[int, ...] = ()  # positions where snapshots are to be taken
+    marks: tuple[tuple[int, bool], ...] = ()  # where snapshots are to be taken, see mark_positions
     num_stateless: int = 0  # of SeqStep
     num_passed: int = 0
     windows: tuple[int, ...] = ()  # of a window's blocks, those before the start that are known
@@ -53,7 +58,8 @@ def find_prefix(seq: Seq, pool: BlockPool, block_size: int, may_copy: bool = Tru
     found = _find_blocks(seq, pool, reusable, block_size)
     lacked = () if seq.host_blocks else tuple(reusable[len(found.hits) :])
     if lacked or seq.host_blocks:
-        return found._replace(lacked=lacked, awaited=lacked[0] if lacked else b"")
+        awaited = lacked[0] if lacked else b""
+        return found._replace(known=found.hits, lacked=lacked, asked=lacked, awaited=awaited)
     part = pool.part(seq.part_hash) if may_copy else None
     part_window = None if pool.windows is None else pool.windows.part(seq.part_hash)
     if part is None or (pool.windows is not None and part_window is None):
@@ -96,27 +102,31 @@ def _find_state(seq: Seq, pool: BlockPool, block_size: int, may_copy: bool) -> P
     marks = mark_positions(start, num_known, most, max(num_passed, pool.snapshots.back))
     counts = num_known - start, num_passed
     part = best.block if best is not None and start % block_size else -1
-    awaited = mark_of(seq, marks[0], block_size).key if marks else b""
-    return Prefix(hits[: start // block_size], start, part, best, (), awaited, marks, *counts)
+    awaited = mark_of(seq, *marks[0], block_size).key if marks else b""
+    lacked = tuple(seq.reusable(block_size)[len(hits) :])
+    least = start + LEAST_APART
+    asked = (lacked or (seq.parent_hash(len(hits), block_size),)) if least <= most else ()
+    return Prefix(hits[: start // block_size], start, part, best, hits, lacked, asked, least, awaited, marks, *counts)
 
 
-def mark_positions(start: int, num_known: int, most: int, back: int = 0) -> tuple[int, ...]:
-    """Where snapshots are taken of a sequence that begins at `start`: before the last token that must be computed
-    (`most`), so that the same prompt finds it, or `back` tokens before, where later prompts leave this one; where it
-    leaves what is known of others; and at regular distances.
+def mark_positions(start: int, num_known: int, most: int, back: int = 0) -> tuple[tuple[int, bool], ...]:
+    """Where snapshots are taken of a sequence that begins at `start`, and which are lasting: before the last token that
+    must be computed (`most`), so that the same prompt finds it, or `back` tokens before, where later prompts leave this
+    one; where it leaves what is known of others; and, not lasting, at regular distances.
     """
     found: list[int] = []
+    lasting = most - back, num_known
     every = EVERY
     while (most - start) // every > MOST_REGULAR:
         every *= 2
-    for position in (most - back, num_known, *range(most // every * every, start, -every)):
+    for position in (*lasting, *range(most // every * every, start, -every)):
         if position - start >= LEAST_APART and all(abs(position - other) >= LEAST_APART for other in found):
             found.append(position)
-    return tuple(sorted(found))
+    return tuple((position, position in lasting) for position in sorted(found))
 
 
-def mark_of(seq: Seq, position: int, block_size: int) -> Mark:
+def mark_of(seq: Seq, position: int, is_lasting: bool, block_size: int) -> Mark:
     """The mark behind `position` > 0 of its tokens."""
     index = (position - 1) // block_size
     tail = seq.token_ids[index * block_size : position]
-    return Mark(position, chain_hash(seq.parent_hash(index, block_size), tail))
+    return Mark(position, chain_hash(seq.parent_hash(index, block_size), tail), is_lasting)

@@ -283,20 +283,19 @@ def _plan_waiting(
             found = find_prefix(seq, pool, block_size, may_copy=False)
         if not budget.free.has(taken(found, pool) + needed(found, num_blocks, pool)):
             break
-        hits, begun = found.hits, taken(found, pool)
+        hits, start, begun = found.hits, found.start, taken(found, pool)
         promised = begun + needed(found, _num_promised(seq, pool, limits), pool)
         if not budget.spare.has(promised):
             break
-        if coming.loaded is not None and found.lacked and not seq.is_asked:
-            if found.lacked[0] not in coming.loaded:
-                loads.append(LoadStep(seq, tuple(hits), found.lacked))
-                coming.loaded.update(found.lacked)
-                budget.free.take(begun + Need(len(found.lacked)))
+        if coming.loaded is not None and found.asked and not seq.is_asked:
+            if found.asked[0] not in coming.loaded:
+                loads.append(LoadStep(seq, tuple(found.known), found.lacked, found.asked, found.least, found.snapshot))
+                coming.loaded.update(found.asked)
+                budget.free.take(begun + Need(len(found.known) - len(hits) + len(found.lacked)))
                 budget.spare.take(promised)
             continue
-        start = found.start
         most = min(length - start, budget.num_tokens, room_for(found, budget.free, pool, block_size))
-        count = seq.reach(start, most, found.marks[0] if found.marks else 0)
+        count = seq.reach(start, most, found.marks[0][0] if found.marks else 0)
         if seq.is_whole and count < length - start:
             if steps or budget.is_shared:
                 break
@@ -314,7 +313,7 @@ def _plan_waiting(
 def _admission(seq: Seq, found: Prefix, count: int, block_size: int) -> SeqStep:
     """The first step of a sequence, of `count` tokens."""
     need = num_blocks_of(found.start + count, block_size) - len(found.hits)
-    marks = tuple(mark_of(seq, position, block_size) for position in found.marks)
+    marks = tuple(mark_of(seq, *mark, block_size) for mark in found.marks)
     return SeqStep(
         seq,
         found.start,

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvloom.engine.schedule.blocks import Switch, chain_hash, extend_chain, parent_hash
+from kvloom.contract.states import chain_hash
+from kvloom.engine.schedule.blocks import Switch, extend_chain, parent_hash
 from kvloom.engine.schedule.giving import Giving
 from kvloom.engine.schedule.repute import Repute
 from kvloom.engine.schedule.snapshots import Snapshot
@@ -148,6 +149,7 @@ class Mark(NamedTuple):
 
     position: int
     key: bytes
+    is_lasting: bool = True  # it is worth a place in the outer tier: an end of a prompt, or where prompts part
 
 
 class Keep(NamedTuple):
@@ -182,11 +184,18 @@ class SeqStep(msgspec.Struct, frozen=True):
 
 
 class LoadStep(msgspec.Struct, frozen=True):
-    """Ask the outer tier for the blocks `keys` of a waiting `seq`; they follow its cached blocks `hits`."""
+    """Ask the outer tier for the blocks `keys` of a waiting `seq`; they follow its cached blocks `hits`.
+
+    Where layers keep states: for a state behind at least `least` tokens, and the blocks before that; `snapshot` is the
+    one that it would begin with. `asked` names what it waits for.
+    """
 
     seq: Seq
     hits: tuple[int, ...]
     keys: tuple[bytes, ...]
+    asked: tuple[bytes, ...]
+    least: int = 0
+    snapshot: Snapshot | None = None
 
 
 class Plan(msgspec.Struct, frozen=True):

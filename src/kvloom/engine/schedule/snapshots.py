@@ -27,6 +27,7 @@ class Snapshot:
     block: int
     place: int  # of the state
     base: "Snapshot | None"  # the longest one of its own prefix when it was taken
+    is_lasting: bool = False  # see Mark
     clock: float = 0.0
     num_longer: int = 0  # snapshots that were taken behind this one
     is_forgotten: bool = False
@@ -66,10 +67,16 @@ class Snapshots:
         self.count = 0
         self.num_coming = 0  # that make_room() has let in and add() or give_up() not settled
         self.num_evicted = 0
+        self._fresh: list[Snapshot] = []  # lasting ones, see take_fresh
 
     def __iter__(self) -> Iterator[Snapshot]:
         for snapshots in self._on.values():
             yield from snapshots
+
+    def take_fresh(self) -> list[Snapshot]:
+        """The lasting ones that were added since the last call."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
 
     def is_attached(self, block: int) -> bool:
         """Whether a snapshot ends in the block."""
@@ -123,15 +130,15 @@ class Snapshots:
         """A sequence begins with it."""
         snapshot.clock = self._clock
 
-    def make_room(self, position: int, base: Snapshot | None) -> bool:
+    def make_room(self, position: int, base: Snapshot | None, is_wanted: bool = False) -> bool:
         """Let one more in, behind `position` tokens, whose place the caller has or takes. False if it is worth less
-        than all others; these age by it.
+        than all others, and no request waits for it (`is_wanted`); these age by it.
         """
         if self.count + self.num_coming >= self.most:
             base = known_base(base)
             saved = position - (base.position if base else 0)
             least = min(self, key=self._worth, default=None)
-            if least is None or self._worth(least) > self._clock + saved:
+            if least is None or (self._worth(least) > self._clock + saved and not is_wanted):
                 self._clock += saved / self.most
                 return False
             self._clock = max(self._clock, self._worth(least))
@@ -159,6 +166,8 @@ class Snapshots:
         self._behind.setdefault(snapshot.parent, []).append(snapshot)
         self._on.setdefault(snapshot.block, []).append(snapshot)
         self.count += 1
+        if snapshot.is_lasting:
+            self._fresh.append(snapshot)
         return snapshot
 
     def check(self, coming: Sequence[int]) -> None:

@@ -8,19 +8,23 @@ like a computed one, and the sequence that waited for it is admitted with a pref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvloom.contract.messages import Moved, Transfer
+from kvloom.contract.messages import Batch, Moved, Transfer
+from kvloom.contract.states import FoundState, KeptState, Search, chain_hash
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.giving import Giving
-from kvloom.engine.schedule.seq import LoadStep, Seq, SeqStep, Status
+from kvloom.engine.schedule.keeping import Lies, Origin, add_state, publish_as
+from kvloom.engine.schedule.seq import LoadStep, Seq, SeqStep, Status, num_blocks_of
+from kvloom.engine.schedule.snapshots import Snapshot
 
 PATIENCE = 1.2  # the tier reports within its deadline; the engine waits this factor longer, then computes
 MAX_SAVING = 4  # saves hold at most one block in so many
+MAX_SAVING_STATES = 4  # the rank has a copy of each while it is saved
 
 
 @dataclass(slots=True)
 class _Load:
     seq: Seq | None  # the sequence that waits for it; None = none any more
-    hits: tuple[int, ...]
+    step: LoadStep
     transfer: Transfer
     until_s: float  # until when the sequence waits; the blocks stay held longer
 
@@ -38,12 +42,17 @@ class Transfers:
         self._givings: dict[int, Giving] = {}  # transfer id -> the sequence whose prompt is given to another engine
         self._new_loads: list[Transfer] = []
         self._new_saves: list[Transfer] = []
+        self._new_found: list[FoundState] = []
         self._num_saving = 0
+        self._num_saving_states = 0
         self._stored: dict[int, bytes] = {}  # block -> key under which the tier was given it, or gave it
+        self._stored_states: dict[int, bytes] = {}  # the same of places
         self._is_up = timeout_s is not None
         self.pool = ""  # name of the tier's store, once known
         self._num_loaded = 0
         self._num_saved = 0
+        self._num_loaded_states = 0
+        self._num_saved_states = 0
 
     @property
     def is_pending(self) -> bool:
@@ -61,16 +70,29 @@ class Transfers:
         for step in steps:
             blocks = self._pool.allocate(len(step.keys))
             assert blocks is not None, "the plan promised blocks that are not free"
-            transfer = Transfer(self._draw_id(), blocks, list(step.keys))
+            transfer = Transfer(self._draw_id(), blocks, list(step.keys), self._search(step))
             until_s = now_s + PATIENCE * (self._timeout_s or 0.0)
-            self._loads[transfer.id] = _Load(step.seq, step.hits, transfer, until_s)
+            self._loads[transfer.id] = _Load(step.seq, step, transfer, until_s)
             self._new_loads.append(transfer)
-            step.seq.status, step.seq.loading, step.seq.is_asked = Status.LOADING, step.keys, True
+            step.seq.status, step.seq.loading, step.seq.is_asked = Status.LOADING, step.asked, True
+
+    def _search(self, step: LoadStep) -> Search | None:
+        """None where layers keep no states."""
+        size, seq = self._pool.snapshots.block_size, step.seq
+        if not self._pool.snapshots.most:
+            return None
+        first, most = step.least // size, seq.num_reusable
+        parents = [seq.parent_hash(index, size) for index in range(first, num_blocks_of(most, size))]
+        return Search(step.least, len(step.hits), first, parents, seq.token_ids[first * size : most])
 
     def save(self, chains: Iterable[Sequence[int]]) -> None:
-        """Save newly published blocks, one transfer a chain, while the share of blocks for saves lasts."""
+        """Save newly published blocks, one transfer a chain, while the share of blocks for saves lasts, and new lasting
+        snapshots.
+        """
+        states = self._pool.snapshots.take_fresh()
         if self._timeout_s is None or not self._is_up:
             return
+        self._save_states(states)
         for chain in chains:
             blocks = list(chain[: max(0, self._pool.num_blocks // MAX_SAVING - self._num_saving)])
             keys = [key for block in blocks if (key := self._pool.key_of(block)) is not None]
@@ -79,10 +101,25 @@ class Transfers:
                 self._num_saving += len(blocks)
                 self._begin_save(blocks, keys)
 
-    def save_missing(self, steps: Iterable[SeqStep]) -> None:
-        """Save the cached blocks that new sequences start with and that the tier was not given since it is up: it was
-        down when they were computed, or the share of blocks for saves was used up.
+    def _save_states(self, snapshots: Iterable[Snapshot]) -> None:
+        """Save those that the tier was not given since it is up, while few are on their way."""
+        for each in snapshots:
+            key = chain_hash(each.parent, each.tail)
+            is_due = not each.is_forgotten and self._stored_states.get(each.place) != key
+            if is_due and self._num_saving_states < MAX_SAVING_STATES:
+                block = each.block if len(each.tail) < self._pool.snapshots.block_size else -1
+                transfer = Transfer(self._draw_id(), [], [], state=KeptState(each.place, block, key))
+                self._saves[transfer.id] = transfer
+                self._new_saves.append(transfer)
+                self._stored_states[each.place] = key
+                self._num_saving_states += 1
+
+    def save_missing(self, steps: Sequence[SeqStep]) -> None:
+        """Save the cached blocks and the states that new sequences start with and that the tier was not given since it
+        is up: it was down when they were computed, or the share of blocks for saves was used up.
         """
+        if self._timeout_s is not None and self._is_up:
+            self._save_states(step.snapshot for step in steps if step.snapshot is not None)
         missing = (
             [block for block in step.hits if self._stored.get(block) != self._pool.key_of(block)]
             for step in steps
@@ -119,27 +156,33 @@ class Transfers:
             "total_tier_loaded_blocks": self._num_loaded,
             "total_tier_saved_blocks": self._num_saved,
             "num_saving_blocks": self._num_saving,
+            "total_tier_loaded_states": self._num_loaded_states,
+            "total_tier_saved_states": self._num_saved_states,
         }
 
-    def take_new(self) -> tuple[list[Transfer], list[Transfer]]:
-        """Transfers that the rank has not been sent yet."""
-        new = self._new_loads, self._new_saves
-        self._new_loads, self._new_saves = [], []
-        return new
+    def fill(self, batch: Batch) -> None:
+        """Add what the rank has not been sent yet."""
+        batch.loads, batch.saves, batch.found = self._new_loads, self._new_saves, self._new_found
+        self._new_loads, self._new_saves, self._new_found = [], [], []
 
     def finish(self, reports: Iterable[Moved], is_tier_up: bool, pool: str = "") -> None:
         """Handle the rank's reports. Unknown ids are ignored, and impossible counts count as 0."""
         if is_tier_up and not self._is_up:
             self._stored.clear()  # it may have lost what it had
+            self._stored_states.clear()
         self._is_up, self.pool = is_tier_up, pool or self.pool
         for report in reports:
             load, save = self._loads.pop(report.id, None), self._saves.pop(report.id, None)
             transfer = load.transfer if load else save
             if transfer is None:
                 continue
-            count = report.num_blocks if 0 <= report.num_blocks <= len(transfer.blocks) else 0
+            most = len(transfer.blocks) + (transfer.state is not None)
+            count = report.num_blocks if 0 <= report.num_blocks <= most else 0
             if load:
-                self._finish_load(load, count)
+                self._finish_load(load, count, report.position)
+            elif transfer.state is not None:
+                self._num_saving_states -= 1
+                self._num_saved_states += count
             else:
                 self._finish_save(transfer, count)
 
@@ -152,14 +195,43 @@ class Transfers:
             giving.finish(transfer.id, count)
         self._pool.release(transfer.blocks)
 
-    def _finish_load(self, load: _Load, count: int) -> None:
-        blocks, keys = load.transfer.blocks, load.transfer.keys
-        for block, key in zip(blocks[:count], keys[:count], strict=True):
-            self._pool.publish(block, key)
+    def _finish_load(self, load: _Load, count: int, position: int) -> None:
+        blocks, keys, step, size = load.transfer.blocks, load.transfer.keys, load.step, self._pool.snapshots.block_size
+        for i, (block, key) in enumerate(zip(blocks[:count], keys[:count], strict=True)):
+            publish_as(step.seq, len(step.hits) + i, block, self._pool, size)
             self._stored[block] = key
         self._num_loaded += count
-        self._pool.release([*load.hits, *blocks])
+        if load.transfer.search is not None:
+            num_known = len(step.hits) + count
+            self._new_found.append(self._found(load, load.transfer.search, position, num_known))
+        self._pool.release([*step.hits, *blocks])
         _wake(load)
+
+    def _found(self, load: _Load, search: Search, position: int, num_known: int) -> FoundState:
+        """Where the state goes that was found behind `position` tokens: it becomes a snapshot if there is room, and for
+        the block that ends with its last token. `num_known`: blocks of the prompt that are known.
+        """
+        pool, step, size = self._pool, load.step, self._pool.snapshots.block_size
+        nowhere, end = FoundState(load.transfer.id), search.first * size + len(search.token_ids)
+        if not (search.least <= position <= end and position // size <= num_known):
+            return nowhere
+        if not pool.snapshots.make_room(position, step.snapshot, is_wanted=True):
+            return nowhere
+        places = pool.states.allocate(1)
+        assert places is not None, "there are places for all snapshots"
+        (place,) = places
+        blocks = pool.allocate(1) if position % size else []
+        if blocks is None:
+            pool.snapshots.give_up(place)
+            return nowhere
+        (end_block,) = blocks or [[*step.hits, *load.transfer.blocks][position // size - 1]]
+        added = add_state(step.seq, position, Lies(place, end_block), pool, Origin(step.snapshot))
+        pool.release(blocks)
+        if added.place != place:
+            return nowhere
+        self._stored_states[place] = chain_hash(added.parent, added.tail)
+        self._num_loaded_states += 1
+        return FoundState(load.transfer.id, place, *blocks)
 
     def expire(self, now_s: float) -> None:
         """Let sequences whose deadline has passed go on without their load; the transfers stay under way."""
@@ -169,7 +241,7 @@ class Transfers:
 
     def held(self) -> list[int]:
         """All held blocks, listed once a transfer."""
-        loads = [block for load in self._loads.values() for block in (*load.hits, *load.transfer.blocks)]
+        loads = [block for load in self._loads.values() for block in (*load.step.hits, *load.transfer.blocks)]
         return loads + [block for save in self._saves.values() for block in save.blocks]
 
     def _draw_id(self) -> int:

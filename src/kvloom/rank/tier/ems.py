@@ -6,30 +6,37 @@ recovers.
 
 import logging
 import os
+import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ems import CcConfig, CcFuture, CcKvOption, ContextCaching, Ems, EmsConfig, EmsException, KVCacheType
+from ems import CcConfig, CcFuture, CcKvOption, ContextCaching, Ems, EmsConfig, EmsException, KVCacheType, open_pool
 from ems.circuit import FIRST_PAUSE_S, Circuit
 from ems.native.tensors import prepare
+from ems.values.pool import KvPool
 from kvloom.contract.config import TierConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Moved, Transfer
+from kvloom.contract.states import FoundState
 from kvloom.rank.tier.kvmemory import KvMemory
+from kvloom.rank.tier.statememory import Bytes
+from kvloom.rank.tier.states import VERSION, StateStore
 
 log = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_MS = 2000  # deadline of saves: no request waits for one, but its blocks are held
+_WORKERS = 4  # states that are moved at once
 OPTIONS = ("socket", "access_id", "access_key_file")
 
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    future: CcFuture
+    future: CcFuture | Future[Moved]
     is_load: bool
 
 
@@ -40,6 +47,7 @@ class EmsTier:
         """Waits for the first attempt to connect; a pool that starts later is found by the circuit breaker. timeout_s:
         of a load.
         """
+        self._memory = memory
         self._kv = [[_array(part) for part in layer] for layer in memory.layers]
         self._block_size = memory.block_size  # blocks as transfers name them; KvMemory checks the tensors against it
         self._config = config
@@ -47,6 +55,9 @@ class EmsTier:
         self._save_option = CcKvOption(timeout=SAVE_TIMEOUT_MS)
         self._caching: ContextCaching | None = None
         self._complaint = ""
+        self._states = _open_states(memory, config)
+        self._found: dict[int, Bytes] = {}  # states that wait to be settled, by transfer
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="kv-states")
         self._under_way: dict[int, _UnderWay] = {}
         self._done: list[Moved] = []
         prepare()  # here, not within a call's deadline: prompts would not be saved while the library is compiled
@@ -70,41 +81,87 @@ class EmsTier:
     def poll(self) -> list[Moved]:
         moved, self._done = self._done, []
         for id in [id for id, work in self._under_way.items() if work.future.done()]:
-            moved.append(Moved(id, self._result(self._under_way.pop(id))))
+            moved.append(self._result(id, self._under_way.pop(id)))
         return moved
+
+    def settle(self, found: FoundState) -> None:
+        if found.place < 0:
+            self._found.pop(found.id, None)
+        elif self._memory.states is not None:
+            self._memory.states.write(found.place, found.block, self._found.pop(found.id))
 
     def close(self) -> None:
         self._circuit.close()
+        self._workers.shutdown(cancel_futures=True)
+        if self._states is not None:
+            self._states[0].close()
         Ems.shutdown()
 
     def _begin(self, transfer: Transfer, is_load: bool) -> None:
         if not self.is_up or self._caching is None:
             self._done.append(Moved(transfer.id, 0))
             return
-        size = self._block_size
-        slots = (np.array(transfer.blocks, np.int64)[:, None] * size + np.arange(size)).ravel()
-        hashes = [int.from_bytes(key, "big") for key in transfer.keys]
+        future: CcFuture | Future[Moved]
         try:
-            if is_load:
-                future = self._caching.async_load(slots, hashes, [size] * len(hashes), self._load_option)
+            if transfer.state is not None and self._memory.states is not None:
+                data = self._memory.states.read(transfer.state.place, transfer.state.block)
+                future = self._workers.submit(self._save_state, transfer, data)
+            elif transfer.search is not None:
+                until_s = time.monotonic() + self._load_option.timeout / 1000
+                future = self._workers.submit(self._search, transfer, until_s)
+            elif is_load:
+                future = self._caching.async_load(*self._named(transfer), self._load_option)
             else:
-                future = self._caching.async_save(slots, hashes, [size] * len(hashes), self._save_option)
+                future = self._caching.async_save(*self._named(transfer), self._save_option)
         except EmsException as error:
             self._circuit.failed(str(error))
             self._done.append(Moved(transfer.id, 0))
             return
         self._under_way[transfer.id] = _UnderWay(future, is_load)
 
-    def _result(self, work: _UnderWay) -> int:
-        """Number of blocks of the prefix that were moved; a failure of the pool opens the circuit."""
+    def _named(self, transfer: Transfer, count: int | None = None) -> tuple[Any, list[int], list[int]]:
+        """Slots, hashes and tokens of its first `count` blocks, of all if None."""
+        size, blocks = self._block_size, transfer.blocks[:count]
+        slots = (np.array(blocks, np.int64)[:, None] * size + np.arange(size)).ravel()
+        return slots, [int.from_bytes(key, "big") for key in transfer.keys[:count]], [size] * len(blocks)
+
+    def _save_state(self, transfer: Transfer, data: Bytes) -> Moved:
+        assert self._states is not None
+        assert transfer.state is not None
+        return Moved(transfer.id, int(self._states[1].save(transfer.state, data, self._save_option)))
+
+    def _search(self, transfer: Transfer, until_s: float) -> Moved:
+        """Load the longest state of which the pool has what is needed, and the blocks before it."""
+        caching, search = self._caching, transfer.search
+        assert caching is not None
+        assert search is not None
+        assert self._states is not None
+
+        def left() -> CcKvOption:
+            return CcKvOption(timeout=max(0, int((until_s - time.monotonic()) * 1000)))
+
+        count = caching.exists(self._named(transfer)[1], left()) if transfer.keys else 0
+        found = self._states[1].find(search, search.num_known + count, left)
+        if found is None:
+            return Moved(transfer.id, 0)
+        position, data = found
+        need = max(0, position // self._block_size - search.num_known)
+        loaded = caching.load(*self._named(transfer, need), left()).success if need else 0
+        if loaded < need:
+            return Moved(transfer.id, loaded)
+        self._found[transfer.id] = data
+        return Moved(transfer.id, loaded, position)
+
+    def _result(self, id: int, work: _UnderWay) -> Moved:
+        """What was moved; a failure of the pool opens the circuit."""
         try:
-            count = work.future.result().success
+            result = work.future.result()
         except EmsException as error:
             self._circuit.failed(str(error))
-            return 0
+            return Moved(id, 0)
         if work.is_load:  # a pool that accepts saves may still be too slow for loads
             self._circuit.succeeded()
-        return count
+        return result if isinstance(result, Moved) else Moved(id, result.success)
 
     def _connect(self) -> bool:
         """Whether the pool answers. Registers the KV cache at the first success."""
@@ -155,6 +212,15 @@ def _ems_config(memory: KvMemory, options: Mapping[str, str]) -> EmsConfig:
         name, _, problem = error.message().partition(": ")
         raise BadRequest(f"kv_tier.options.{name}", problem) from None
     return config
+
+
+def _open_states(memory: KvMemory, config: EmsConfig) -> tuple[KvPool, StateStore] | None:
+    """The pool of states, whose name tells apart what their keys do not."""
+    if memory.states is None:
+        return None
+    sizes = f"{memory.states.state_bytes}+{memory.states.block_bytes}"
+    pool = open_pool(config, f"states {VERSION}: {memory.layout}, {sizes} bytes, {memory.block_size} tokens a block")
+    return pool, StateStore(pool, memory.states, memory.block_size)
 
 
 def _access_key(options: Mapping[str, str]) -> str | None:

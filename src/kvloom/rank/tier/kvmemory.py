@@ -6,6 +6,7 @@ from typing import Any
 
 from kvloom.contract.errors import ModelError
 from kvloom.contract.messages import RankInfo
+from kvloom.rank.tier.statememory import StateMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,8 @@ class KvMemory:
     copy), K before V. A backend may permute the bytes inside a block. num_blocks, block_size (tokens): in the engine's
     blocks, which transfers name; block_bytes: of a block over all tensors. read: the bytes, in pieces, that a step
     reads as a block, found independently of `layers`. model: fingerprint of weights and shape; layout: arithmetic and
-    arrangement beyond dtype and shape. rank, world_size: which part of every block this is.
+    arrangement beyond dtype and shape. rank, world_size: which part of every block this is. states: those of sequences;
+    None = the model's layers keep none.
     """
 
     layers: Sequence[Sequence[Any]]
@@ -28,6 +30,7 @@ class KvMemory:
     layout: str
     rank: int = 0
     world_size: int = 1
+    states: StateMemory | None = None
 
     def __post_init__(self) -> None:
         """Raises ModelError for tensors whose first dimension is not these blocks: transfers would move other tokens'

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from kvloom.contract.config import TierConfig
 from kvloom.contract.messages import AdapterInfo, Batch, Moved, Runner, StepOutput, Transfer
+from kvloom.contract.states import FoundState
 from kvloom.rank.tier.kvmemory import KvMemory
 from kvloom.rank.tier.watch import Watch
 
@@ -22,6 +23,9 @@ class KvTier(Protocol):
 
     A block of a transfer belongs to the tier until `poll` has reported the transfer. Every transfer is reported once,
     at its deadline at the latest. A damaged or missing block ends the prefix that is reported as moved.
+
+    With KvMemory.states, loads have a `search`: the tier keeps the state that it finds until `settle`, and reports its
+    position only if all blocks before it were moved. Saves may have a `state`, which `save` copies.
     """
 
     @property
@@ -44,6 +48,10 @@ class KvTier(Protocol):
 
     def poll(self) -> list[Moved]:
         """Transfers that ended since the last call, successful or not."""
+        ...
+
+    def settle(self, found: FoundState) -> None:
+        """Write the state that a search has found, or forget it: then an unknown id is ignored."""
         ...
 
     def close(self) -> None:
@@ -84,7 +92,8 @@ class TieredRunner:
     """A runner with an outer tier: starts transfers before a step and reports them after it. An exception in the tier
     counts as a miss.
 
-    Exception: wrong bytes found by a `watch` end the rank.
+    Exceptions: wrong bytes found by a `watch`, and a state that the engine counts on and that is not written, end the
+    rank.
     """
 
     def __init__(self, runner: Runner, tier: KvTier, watch: Watch | None = None) -> None:
@@ -101,6 +110,8 @@ class TieredRunner:
             self._begin(self._tier.load, load)
         for save in batch.saves:
             self._begin(self._tier.save, save)
+        for found in batch.found:
+            self._tier.settle(found)
         output = self._runner.run(batch)
         output.moved, self._refused = self._refused, []
         try:

@@ -53,6 +53,8 @@ class Watch:
                 self._travelling[block] = np.frombuffer(self._sum(block, key), np.uint8)
         for block in batch.release:
             self._settled.pop(block, None)
+        for found in batch.found:
+            self._settled.pop(found.block, None)  # the tail of a state is not checked
         for load in batch.loads:
             self._loads[load.id] = load
             for block in load.blocks:

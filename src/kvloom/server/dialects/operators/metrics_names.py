@@ -90,6 +90,12 @@ COUNTERS: Sequence[tuple[tuple[str, ...], str, Number]] = (
     ),
     (("kv_tier_saved_blocks",), "KV blocks given to it.", lambda s: s.engine.stats().total_tier_saved_blocks),
     (
+        ("kv_tier_loaded_states",),
+        "States of prefixes taken from it, where layers keep some.",
+        lambda s: s.engine.stats().total_tier_loaded_states,
+    ),
+    (("kv_tier_saved_states",), "States given to it.", lambda s: s.engine.stats().total_tier_saved_states),
+    (
         ("steps_ahead",),
         "Steps planned and sent while the one before them ran.",
         lambda s: s.engine.stats().total_steps_ahead,
