@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvloom.contract.config import EngineConfig
-from kvloom.contract.messages import Forced, RankInfo
+from kvloom.contract.messages import Forced
 from kvloom.engine.live import Live
 from kvloom.engine.schedule.guessing import guesser_of
 from kvloom.engine.schedule.pace import Pace
@@ -26,9 +26,9 @@ class Drafting:
         believed = {"decode_step_s": self._pace.decode_s(seqs), "prompt_token_s": self._pace.token_s or 0.0}
         return believed | {"recent_text_bytes": self._recent.num_bytes}
 
-    def begin(self, live: Live, info: RankInfo) -> None:
-        """A request has come to ranks of `info`."""
-        live.guesser = guesser_of(self._config, info, live.request, live.seq, self._recent)
+    def begin(self, live: Live) -> None:
+        """A request has come."""
+        live.guesser = guesser_of(self._config, live.request, live.seq, self._recent)
 
     def leave(self, live: Live) -> None:
         """A request has ended."""

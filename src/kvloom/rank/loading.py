@@ -76,7 +76,6 @@ def _lacks(checkpoint: Checkpoint) -> dict[str, str]:
 def _tell_states(config: EngineConfig, spec: DecoderSpec) -> None:
     """What was asked for and is switched off, because layers keep a state that only goes forward."""
     asked = {
-        "numSpeculativeTokens": config.num_speculative_tokens > 0,
         "cpuMemSize": config.num_host_blocks or config.host_cache_bytes,
     }
     off = [name for name, value in asked.items() if value]

@@ -151,9 +151,7 @@ class ModelRunner:
             raise ModelError(f"{model}: no layer has keys and values, of which an outer KV tier is made")
         return KvMemory(
             blocks.layers,
-            blocks.num_blocks,
-            blocks.block_size,
-            blocks.block_bytes,
+            *(blocks.num_blocks, blocks.block_size, blocks.block_bytes),
             blocks.read,
             fingerprint(Path(model)),
             f"{backend.kv_layout}-t{backend.block_size}",

@@ -59,7 +59,7 @@ class StatefulRunner(FakeRunner):
 
     def _write(self, work: Work) -> None:
         super()._write(work)
-        place, tokens = self._place[work.id], self._states[work.id].token_ids
+        place, tokens = self._place[work.id], self._states[work.id].token_ids + work.draft
         state = self._memory[place] if work.start else (0, 0)
         assert state == (work.start, _checksum(tokens[: work.start])), f"sequence {work.id} has another's state"
         end = work.start + work.num_tokens

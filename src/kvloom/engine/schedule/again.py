@@ -24,4 +24,4 @@ class Again:
 
 
 def _is_plain(work: Work) -> bool:
-    return work.num_tokens == 1 and not (work.draft or work.loads) and work.kept < 0
+    return work.num_tokens == 1 and not (work.draft or work.loads) and work.kept < 0 and work.state < 0

@@ -87,6 +87,11 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
             begun = step.snapshot.place
     else:
         first = len(seq.block_table)
+        if seq.states and step.draft:
+            begun = seq.states[0]
+            seq.states = [_take_place(pool), begun]
+        if seq.has_gone_back or begun >= 0:
+            state, seq.has_gone_back = seq.states[0], False
     seq.block_table += new
     seq.num_computing += step.num_tokens
     blocks, draft = seq.block_table[first:], list(step.draft)
@@ -112,9 +117,13 @@ def _take_state(seq: Seq, pool: BlockPool) -> int:
     """
     if pool.states.count == 0:
         return -1
+    seq.states = [_take_place(pool)]
+    return seq.states[0]
+
+
+def _take_place(pool: BlockPool) -> int:
     found = pool.states.allocate(1)
-    assert found is not None, "more sequences were admitted than states are there"
-    seq.states = found
+    assert found is not None, "more sequences were admitted, or draft, than states are there"
     return found[0]
 
 
@@ -144,10 +153,12 @@ def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPoo
             continue
         tokens, seq.draft = sampled.get(seq.id), []
         is_void = tokens is None and step.start + step.num_tokens >= len(seq.token_ids)
-        assert not (seq.states and (is_void or step.draft)), "a state does not go back to compute a token again"
+        assert not (seq.states and is_void), "a state does not go back to compute a token again"
         seq.num_computing = 0 if is_void else seq.num_computing - step.num_tokens
         known = len(seq.token_ids) - (tokens is None)  # without a sampled token the last known one is computed again
         seq.num_computed = min(known, step.start + step.num_tokens - len(step.draft)) + max(0, len(tokens or ()) - 1)
+        if seq.states and step.draft:
+            _settle_state(seq, step, len(tokens or ()) > len(step.draft), pool)
         seq.token_ids += tokens or ()
         num_used = num_blocks_of(seq.next_start, block_size)
         if num_used < len(seq.block_table):
@@ -174,6 +185,17 @@ def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPoo
         if pool.windows is not None:
             _drop_passed(seq, pool.windows)
     return [blocks for blocks in fresh if blocks]
+
+
+def _settle_state(seq: Seq, step: SeqStep, is_accepted: bool, pool: BlockPool) -> None:
+    """After drafts: their state holds if all were right. Otherwise the sequence goes back to the state before the step,
+    and computes the tokens that it accepted again with its next one.
+    """
+    after, before = seq.states
+    pool.states.release([before if is_accepted else after])
+    seq.states = [after if is_accepted else before]
+    if not is_accepted:
+        seq.num_computed, seq.has_gone_back = step.start, True
 
 
 def _publish_part(seq: Seq, pool: BlockPool, block_size: int) -> None:
@@ -216,6 +238,7 @@ def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
         pool.windows.release(seq.held_windows)
     pool.states.release(seq.states)
     seq.block_table, seq.window_table, seq.states = [], [], []
+    seq.has_gone_back = False
     seq.num_computed = seq.num_computing = seq.num_published = seq.num_dropped = 0
     seq.status, seq.loading = status, ()
 
@@ -233,6 +256,7 @@ def forget_rank(seq: Seq) -> None:
     seq.num_preemptions += seq.status is Status.RUNNING
     seq.status, seq.loading, seq.is_asked = Status.WAITING, (), False
     seq.block_table, seq.window_table, seq.host_blocks, seq.states = [], [], [], []
+    seq.has_gone_back = False
     seq.marks, seq.keeping, seq.base = [], [], None
     seq.num_computed = seq.num_computing = seq.num_published = seq.num_dropped = seq.num_swapped = 0
 

@@ -12,7 +12,6 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from kvloom.contract.config import EngineConfig
-from kvloom.contract.messages import RankInfo
 from kvloom.contract.request import Request
 from kvloom.engine.schedule.lookup import Match, PromptLookup
 from kvloom.engine.schedule.recent import Recent
@@ -110,13 +109,12 @@ def _guess_of(match: Match, first: int) -> Guess:
     return Guess(match.tokens, [first + _class_of(match.size + i) for i in range(len(match.tokens))])
 
 
-def guesser_of(config: EngineConfig, info: RankInfo, request: Request, seq: Seq, recent: Recent) -> Guesser | None:
-    """Of the sequence `seq` of `request`; None when speculation is off, nothing is generated, or a rejected
-    draft would stay in a state.
+def guesser_of(config: EngineConfig, request: Request, seq: Seq, recent: Recent) -> Guesser | None:
+    """Of the sequence `seq` of `request`; None when speculation is off, or nothing is generated.
 
     Texts of another tenant, another salt or another adapter are not read.
     """
-    if not config.num_speculative_tokens or info.num_states or request.pooling:
+    if not config.num_speculative_tokens or request.pooling:
         return None
     most = config.num_speculative_tokens if config.num_speculative_tokens > 0 else MOST_TOKENS
     sizes = config.prompt_lookup_min, config.prompt_lookup_max

@@ -49,7 +49,7 @@ class Pace:
         """How many tokens to draft for each of the decoding `seqs`; see profit.py. `chances`: of their guesses."""
         if not self._cost.is_known or not any(chances):
             return [0] * len(seqs)
-        bids = [Bid(own, self._cost.row_s(seq)) for seq, own in zip(seqs, chances, strict=True)]
+        bids = [Bid(own, self._cost.row_s(seq), bool(seq.states)) for seq, own in zip(seqs, chances, strict=True)]
         return draft_lengths(bids, len(seqs), self._cost.step_s(decode_load(seqs, 0)), gap_s)
 
     def pays_to_wait(self, seqs: Sequence[Seq], start_shares: Sequence[float], gap_s: float) -> bool:

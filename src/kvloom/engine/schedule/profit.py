@@ -15,11 +15,26 @@ _STRETCH = 2.0  # times its own length that a step may become longer where other
 
 class Bid(NamedTuple):
     """What drafts of one sequence bring: `chances` of each token that it and all before it are right, never growing;
-    and cost: seconds of one row.
+    and cost: seconds of one row. `goes_back`: after a wrong one all tokens of the step up to it are computed again.
     """
 
     chances: Sequence[float]
     row_s: float
+    goes_back: bool = False
+
+    def rates(self) -> list[tuple[float, float]]:
+        """(tokens a second, seconds) of each row, in order; the former never grow.
+
+        With `goes_back` the n-th row raises what is computed again by n rows as often as the draft is right up to the
+        one before it and wrong there.
+        """
+        found: list[tuple[float, float]] = []
+        before = 1.0
+        for n, chance in enumerate(self.chances, start=1):
+            row_s = max(self.row_s * (1 + n * (before - chance) * self.goes_back), 1e-12)
+            found.append((min(chance / row_s, found[-1][0]) if found else chance / row_s, row_s))
+            before = chance
+        return found
 
 
 def draft_lengths(bids: Sequence[Bid], num_seqs: int, base_s: float, gap_s: float) -> list[int]:
@@ -27,11 +42,10 @@ def draft_lengths(bids: Sequence[Bid], num_seqs: int, base_s: float, gap_s: floa
     `gap_s`: seconds that pass before a step with drafts and before no other.
     """
     lengths = [0] * len(bids)
-    rows = sorted((-chance / max(bid.row_s, 1e-12), i) for i, bid in enumerate(bids) for chance in bid.chances)
+    rows = sorted((-rate, i, row_s) for i, bid in enumerate(bids) for rate, row_s in bid.rates())
     num_tokens, step_s = float(num_seqs), base_s + gap_s
     longest_s = step_s + _STRETCH * base_s if num_seqs > 1 else float("inf")
-    for rate, i in rows:
-        row_s = bids[i].row_s
+    for rate, i, row_s in rows:
         if -rate * step_s <= num_tokens or step_s + row_s > longest_s:
             break
         num_tokens += -rate * row_s

@@ -123,7 +123,9 @@ def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits, now: Circums
         steps, free = steps + admitted, budget.free
     if alone is not None and waiting and ordered and not (steps or loads or loading):
         return _preempting([], ordered[-1:], pool, now.costs)
-    return Plan(tuple(_with_drafts(steps, free, limits)), loads=tuple(loads))
+    num_admitted = len(steps) - len(running.steps)
+    num_drafting = pool.snapshots.num_states - len(running.seqs) - num_admitted if pool.states.count else len(steps)
+    return Plan(tuple(_with_drafts(steps, free, num_drafting, limits)), loads=tuple(loads))
 
 
 def _queues(seqs: Sequence[Seq], now: Circumstances) -> tuple[list[Seq], list[Seq]]:
@@ -331,15 +333,18 @@ def _admission(seq: Seq, found: Prefix, count: int, block_size: int) -> SeqStep:
     )
 
 
-def _with_drafts(steps: Sequence[SeqStep], free: Free, limits: Limits) -> list[SeqStep]:
-    """The steps with drafts added to decoding sequences, as far as the budget and `free` blocks allow."""
+def _with_drafts(steps: Sequence[SeqStep], free: Free, num_drafting: int, limits: Limits) -> list[SeqStep]:
+    """The steps with drafts added to decoding sequences, at most `num_drafting`, as far as the budget and `free` blocks
+    allow.
+    """
     num_guessing = sum(bool(step.seq.draft) and _may_guess(step) for step in steps)
     if not num_guessing:
         return list(steps)
     budget = limits.max_tokens - sum(step.num_tokens for step in steps)
     result = []
     for step in steps:
-        if _may_guess(step):
+        if _may_guess(step) and num_drafting > 0:
+            num_drafting -= 1
             num_blocks = len(step.seq.block_table) + step.num_new_blocks
             room = (num_blocks + free.least) * limits.block_size - step.start - step.num_tokens
             draft = step.seq.draft[: min(limits.max_draft_tokens // num_guessing, budget, room)]

@@ -46,7 +46,9 @@ class Seq:
     num_cached: int = 0  # prompt tokens found in the cache at first admission
     num_preemptions: int = 0
     host_blocks: list[int] = field(default_factory=list)  # copies of its blocks while it is swapped out
-    states: list[int] = field(default_factory=list)  # its place among the states, while it runs a model with such
+    states: list[int] = field(default_factory=list)  # its place among the states, while it runs a model with such;
+    # behind it, while drafts are computed, the place with the state before them
+    has_gone_back: bool = False  # to that place; its next work says so
     marks: list["Mark"] = field(default_factory=list)  # where snapshots of its state are to be taken, in order
     keeping: list["Keep"] = field(default_factory=list)  # those that steps under way take
     base: Snapshot | None = None  # the last one that it began with or that was taken of it

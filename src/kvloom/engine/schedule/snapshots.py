@@ -56,7 +56,7 @@ class Snapshots:
 
     def __init__(self, num_states: int = 0, most: int = 0, block_size: int = 0) -> None:
         """`num_states`: sequences that may run at once, each with a state; block_size in tokens."""
-        self.most, self.block_size = most, block_size
+        self.num_states, self.most, self.block_size = num_states, most, block_size
         self.places = Places(num_states + most)
         self._behind: dict[bytes, list[Snapshot]] = {}  # by parent
         self._on: dict[int, list[Snapshot]] = {}  # by block
