@@ -8,7 +8,7 @@ from kvloom.checkpoints import safetensors as folder_file
 from kvloom.checkpoints.embedding.classes import decoder_classes, encoder_classes
 from kvloom.checkpoints.embedding.dense import dense_of_gguf
 from kvloom.checkpoints.embedding.pooling import LAST, Embedding, folder_embedding, gguf_pooling, longest_text, scoring
-from kvloom.checkpoints.families import CLASSIFIER, family_of, has_head
+from kvloom.checkpoints.families import CLASSIFIER, family_of, has_head, text_architecture
 from kvloom.checkpoints.families.adapted import adapted, file_shapes, folder_layout, gguf_layout
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.files import MAX_CONFIG_BYTES, read_object
@@ -55,7 +55,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     names = config.get("architectures") or [config.get("model_type", "")]
     if not isinstance(names, list) or not names:
         raise ModelError(f"{folder / 'config.json'}: architectures must be a list of names, got {names!r:.80}")
-    name = str(names[0])
+    name = text_architecture(str(names[0]), config)
     family = family_of(name, str(folder / "config.json"))
     spec = family.spec(config)
     spec = spec if has_head(name) else spec.without_head()
@@ -89,7 +89,8 @@ def _open_gguf(path: Path) -> Checkpoint:
     spec = family.spec(config)
     metadata = file.header.metadata
     has_sections = f"{arch}.rope.dimension_sections" in metadata
-    layout = gguf_layout(family, has_sections, gguf_file.stacking_of(file.header))
+    stacking, has_kv_up = gguf_file.stacking_of(file.header), gguf_file.has_kv_up(file.header)
+    layout = gguf_layout(family, has_sections, stacking, has_kv_up)
     source = gguf_file.GgufSource(file, file_shapes(layout, spec), family.gguf_names)
     return Checkpoint(
         path,

@@ -9,7 +9,7 @@ a state    float32, of every layer that keeps one, for each running sequence
 import math
 from collections.abc import Callable
 
-from kvloom.checkpoints.families.mixers import Attention, Shapes
+from kvloom.checkpoints.families.mixers import Keyed, LatentAttention, Shapes
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.quantized.forms import BY_CHANNEL, FORM_BITS
 from kvloom.checkpoints.windows import windowed
@@ -58,9 +58,11 @@ def kv_head_bytes(kept: str, backend: str, head_dim: int) -> int:
     return head_dim * _ITEM_BYTES.get(kept, 4) + (_SCALE_BYTES[backend] if kept == "int8" else 0)
 
 
-def kv_layer_bytes(kept: str, backend: str, mixer: Attention) -> tuple[int, int]:
-    """Bytes of one token's keys, and of its values, in a layer."""
+def kv_layer_bytes(kept: str, backend: str, mixer: Keyed) -> tuple[int, int]:
+    """Bytes of one token's keys, and of its values, in a layer; 0 where values are a part of keys."""
     key, value = (kv_head_bytes(kept, backend, dim) for dim in (mixer.head_dim, mixer.value_dim))
+    if isinstance(mixer, LatentAttention):
+        return key, 0
     return mixer.num_kv_heads * key, mixer.num_kv_heads * value
 
 

@@ -52,6 +52,14 @@ LAYER_NAMES = {
     "sinks": "attn_sinks.weight",
     "q_gated": "attn_q.weight",
     "conv_in": "attn_qkv.weight",
+    "q_down": "attn_q_a.weight",
+    "q_down_norm": "attn_q_a_norm.weight",
+    "q_up": "attn_q_b.weight",
+    "kv_down": "attn_kv_a_mqa.weight",
+    "kv_down_norm": "attn_kv_a_norm.weight",
+    "kv_up": "attn_kv_b.weight",
+    "k_up": "attn_k_b.weight",
+    "v_up": "attn_v_b.weight",
     "gate_in": "attn_gate.weight",
     "beta_in": "ssm_beta.weight",
     "decay_in": "ssm_alpha.weight",
@@ -115,6 +123,11 @@ def stacking_of(header: Header) -> Stacking:
     return "" if any(_OWN_EXPERT.fullmatch(name) for name in header.tensors) else "parts"
 
 
+def has_kv_up(header: Header) -> bool:
+    """Whether latent attention has one matrix for keys and values, as in files before April 2025."""
+    return any(name.endswith(LAYER_NAMES["kv_up"]) for name in header.tensors)
+
+
 def config_of(header: Header, file: str) -> tuple[str, dict[str, Any]]:
     """(architecture, configuration in Hugging Face's key names)."""
     metadata = header.metadata
@@ -135,6 +148,7 @@ def config_of(header: Header, file: str) -> tuple[str, dict[str, Any]]:
         has = {part: {name for name in header.tensors if name.endswith(f".attn_{part}.weight")} for part in "kv"}
         config["attention_k_eq_v"] = len(has["v"]) < len(has["k"])
     config["mamba_conv_bias"] = any(name.endswith(LAYER_NAMES["conv_bias"]) for name in header.tensors)
+    config["has_router_correction"] = any(name.endswith(LAYER_NAMES["router_correction"]) for name in header.tensors)
     config["mamba_rms_norm"] = any(name.endswith(LAYER_NAMES["out_norm"]) for name in header.tensors)
     if arch in ("granite", "granitemoe", "granitehybrid"):
         config |= _unsaid_by_granite(config, metadata.get(f"{arch}.rope.scaling.finetuned") is not False)

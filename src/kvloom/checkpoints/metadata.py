@@ -89,6 +89,11 @@ CONFIG_KEYS = {  # Hugging Face's names -> GGUF's, behind the architecture's nam
     "full_attention_interval": "full_attention_interval",
     "recurrent_layers": "attention.recurrent_layers",
     "head_dim_swa": "attention.key_length_swa",
+    "value_dim": "attention.value_length",
+    "head_dim_mla": "attention.key_length_mla",
+    "value_dim_mla": "attention.value_length_mla",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "q_lora_rank": "attention.q_lora_rank",
     "num_kv_shared_layers": "attention.shared_kv_layers",
     "hidden_size_per_layer_input": "embedding_length_per_layer_input",
 }

@@ -221,7 +221,7 @@ def test_adapters_come_and_go_under_running_streams(folders):
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "deepseek v2, lite"])
 def test_two_ranks_with_an_adapter_give_the_tokens_of_one(tmp_path, name):
     path = save(tiny_model(name), tmp_path / "model")
     shapes = open_checkpoint(path).spec.tensor_shapes()

@@ -135,6 +135,12 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by tiny mode
     "nemotron h": ("nemotron_h", {}, {}),
     "nemotron h, experts": ("nemotron_h_moe", NEMOTRON, {}),
     "mamba2": ("mamba2", {}, {}),
+    "deepseek v2, lite": ("deepseek2", {}, {}),
+    "deepseek v2": ("deepseek2", {"expert_gating_func": 1}, {}),
+    "deepseek v3": ("deepseek2", {"expert_gating_func": 2, "block_count": 4, "nextn_predict_layers": 1}, {}),
+    "glm4 moe lite": ("deepseek2", {}, {"rope_parameters": DEFAULT_ROPE}),
+    "mistral4": ("mistral4", {"attention__temperature_scale": 0.3}, {}),
+    "youtu": ("deepseek2", {}, {}),
     "gpt-oss": ("gpt-oss", GPT_OSS, {"swiglu_limit": 7.0}),
 }
 

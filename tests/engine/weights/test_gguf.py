@@ -16,7 +16,7 @@ from kvloom.checkpoints.gguf_types import GGUF_TYPES
 from kvloom.checkpoints.quantized.numbers import LEVELS
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels.reference import ReferenceBackend
-from tests.support.models import delta_gguf, gemma4_gguf, mamba_gguf
+from tests.support.models import delta_gguf, gemma4_gguf, latent_gguf, mamba_gguf
 from tests.support.models.checkpoints import run_step, tiny_model
 
 TOKENS = [5, 9, 1, 77, 30, 2, 2, 101]
@@ -67,6 +67,7 @@ NAMES = {
     "feed_forward.w3": "ffn_up",
     "feed_forward.gate": "ffn_gate_inp",
     "feed_forward.expert_bias": "exp_probs_b.bias",
+    **latent_gguf.NAMES,
 }
 
 
@@ -101,6 +102,9 @@ def tensors_of(model: Any, arch: str) -> Iterator[tuple[str, np.ndarray[Any, Any
             continue
         if ".mamba." in key or ".shared_mlp." in key:
             yield from mamba_gguf.converted(model.config, key, data)
+            continue
+        if arch in latent_gguf.ARCHITECTURES and ".experts." not in key:
+            yield from latent_gguf.converted(model.config, key, data)
             continue
         if ".experts." not in key or arch == "gemma4":
             yield key, data[:, 0] if key.endswith("conv.conv.weight") else data
@@ -154,6 +158,8 @@ def write(path: Path, model: Any, arch: str, quantised: str | None = None, **met
     if arch == "gemma4":
         metadata = gemma4_gguf.metadata_of(config) | metadata
         writer.add_tensor("rope_freqs.weight", gemma4_gguf.rope_divisors(config))
+    if arch in latent_gguf.ARCHITECTURES:
+        metadata = latent_gguf.metadata_of(config, arch) | metadata
     metadata = {f"{arch}__{key}": value for key, value in sizes_of(model, arch).items()} | metadata
     if arch in delta_gguf.ARCHITECTURES:
         metadata = delta_gguf.metadata_of(config, arch) | metadata

@@ -16,6 +16,9 @@ PARTS = {
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
+    "q_down": "self_attn.q_a_proj",
+    "q_up": "self_attn.q_b_proj",
+    "kv_down": "self_attn.kv_a_proj_with_mqa",
 }
 TINY_SHAPES = {"layers.0.q": (8, 8), "layers.0.v": (4, 8)}  # for no particular model: the fake model accepts any
 

@@ -286,6 +286,31 @@ TINY_MODELS |= {
         },
     ),
 }
+LATENT = {"kv_lora_rank": 64, "q_lora_rank": 48, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+LATENT |= {"num_key_value_heads": 4, "num_hidden_layers": 3, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 1}
+LATENT_EXPERTS = ("routed_scaling_factor", "first_k_dense_replace", "n_routed_experts", "num_experts_per_tok")
+LATENT_EXPERTS += ("moe_intermediate_size", "n_shared_experts")
+LATENT_YARN = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.7}
+TINY_MODELS |= {
+    "deepseek v2, lite": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "rope_parameters": LATENT_YARN}),
+    "deepseek v2": (
+        "DeepseekV2",
+        {**LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "v_head_dim": 64},
+    ),
+    "deepseek v3": ("DeepseekV3", {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": LATENT_YARN}),
+    "deepseek v3, partners in halves": (
+        "DeepseekV3",
+        {**LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+    ),
+    "glm4 moe lite": ("Glm4MoeLite", {**LATENT, "qk_nope_head_dim": 64, "v_head_dim": 64}),
+    "glm4 moe lite, dense layers": (
+        "Glm4MoeLite",
+        {**LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"], "norm_topk_prob": False},
+    ),
+    "mistral4": ("Mistral4", {**LATENT, "n_group": 2, "topk_group": 1, "rope_parameters": GROWING}),
+    "youtu": ("Youtu", {key: LATENT[key] for key in LATENT if key not in LATENT_EXPERTS}),
+}
 VOCAB_SIZE = 128
 BASE = {
     "hidden_size": 64,

@@ -1,13 +1,19 @@
 """The families of models, by the architecture named in a checkpoint."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from kvloom.checkpoints.families.family import Family
 from kvloom.checkpoints.families.known.bert import BERT, ROBERTA
+from kvloom.checkpoints.families.known.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from kvloom.checkpoints.families.known.deepseek_gguf import DEEPSEEK_GGUF, MISTRAL4_GGUF
 from kvloom.checkpoints.families.known.ernie import ERNIE, ERNIE_MOE
 from kvloom.checkpoints.families.known.exaone import EXAONE4
 from kvloom.checkpoints.families.known.falcon_h1 import FALCON_H1, FALCON_H1_GGUF
 from kvloom.checkpoints.families.known.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
 from kvloom.checkpoints.families.known.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from kvloom.checkpoints.families.known.glm import GLM, GLM4, GLM4_MOE
+from kvloom.checkpoints.families.known.glm_flash import GLM4_MOE_LITE
 from kvloom.checkpoints.families.known.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_GGUF, GRANITE_SHARED
 from kvloom.checkpoints.families.known.granite_hybrid import GRANITE_HYBRID, GRANITE_HYBRID_GGUF
 from kvloom.checkpoints.families.known.hunyuan import HUNYUAN
@@ -15,6 +21,7 @@ from kvloom.checkpoints.families.known.lfm2 import LFM2, LFM2_GGUF, LFM2_MOE
 from kvloom.checkpoints.families.known.llama import LLAMA, SMOLLM3
 from kvloom.checkpoints.families.known.mamba import MAMBA2, MAMBA2_GGUF
 from kvloom.checkpoints.families.known.mistral import MINISTRAL, MINISTRAL3, MISTRAL
+from kvloom.checkpoints.families.known.mistral4 import MISTRAL4
 from kvloom.checkpoints.families.known.mixtures import (
     GPT_OSS,
     MIXTRAL,
@@ -36,6 +43,7 @@ from kvloom.checkpoints.families.known.qwen_hybrid import (
     QWEN3_NEXT_GGUF,
 )
 from kvloom.checkpoints.families.known.seed import SEED
+from kvloom.checkpoints.families.known.youtu import YOUTU
 from kvloom.contract.errors import ModelError
 
 FAMILIES: dict[str, Family] = {
@@ -85,6 +93,11 @@ FAMILIES: dict[str, Family] = {
     "NemotronHForCausalLM": NEMOTRON,
     "Mamba2ForCausalLM": MAMBA2,
     "GptOssForCausalLM": GPT_OSS,
+    "DeepseekV2ForCausalLM": DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
+    "Mistral4ForCausalLM": MISTRAL4,
+    "YoutuForCausalLM": YOUTU,
     "LlamaModel": LLAMA,  # without a head from here on: they make embeddings
     "MistralModel": MISTRAL,
     "Qwen2Model": QWEN2,
@@ -131,9 +144,19 @@ FAMILIES: dict[str, Family] = {
     "nemotron_h_moe": NEMOTRON_GGUF,
     "mamba2": MAMBA2_GGUF,
     "gpt-oss": GPT_OSS,
+    "deepseek2": DEEPSEEK_GGUF,
+    "mistral4": MISTRAL4_GGUF,
 }
 
+_TEXTS = {("Mistral3ForConditionalGeneration", "mistral4"): "Mistral4ForCausalLM"}  # by model_type of the text's part
 CLASSIFIER = "ForSequenceClassification"
+
+
+def text_architecture(architecture: str, config: Mapping[str, Any]) -> str:
+    """The architecture of the part that is served, where others of the same name have another text part."""
+    text = config.get("text_config")
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    return _TEXTS.get((architecture, str(kind)), architecture)
 
 
 def has_head(architecture: str) -> bool:

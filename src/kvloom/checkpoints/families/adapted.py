@@ -14,10 +14,12 @@ import numpy as np
 from kvloom.checkpoints.families.expert_layers import Stacking
 from kvloom.checkpoints.families.family import Factors, Family
 from kvloom.checkpoints.families.interleaved import HalvedHeads
+from kvloom.checkpoints.families.latent_weights import LatentWeights, latent_file_shapes
 from kvloom.checkpoints.families.multiplied import multiplied
 from kvloom.checkpoints.families.picked import PICKED, pick, rows_of
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.families.stacked import StackedExperts, stacked_shapes
+from kvloom.checkpoints.families.values import flag
 from kvloom.checkpoints.quantized.layout import Scheme
 from kvloom.checkpoints.quantized.numbers import Floats, Numbers
 from kvloom.checkpoints.source import RawTensor, Tensor, WeightSource, as_rows
@@ -38,7 +40,7 @@ _PLAIN_NORM = "out_norm"  # has no offset in any file
 @dataclass(frozen=True, slots=True)
 class FileLayout:
     """How files hold a family's tensors. `fused`: see Family; `interleaved`: q and k have rotary partners side by side;
-    gpt-oss's folders have experts in MXFP4, Gemma 4's a scale for each.
+    gpt-oss's folders have experts in MXFP4, Gemma 4's a scale for each. `has_kv_up`: see latent_weights.py.
     """
 
     fused: tuple[str, ...]
@@ -48,6 +50,7 @@ class FileLayout:
     experts: str = ""  # see stacked_shapes
     has_log_decay: bool = False
     factors: Factors = field(default_factory=dict)
+    has_kv_up: bool = False
 
 
 def folder_layout(family: Family, scheme: Scheme | None, names: Iterable[str], config: Mapping[str, Any]) -> FileLayout:
@@ -68,13 +71,17 @@ def folder_layout(family: Family, scheme: Scheme | None, names: Iterable[str], c
     has_log_decay = family.recurrent is not None
     has_scales = family.mixture is not None and family.mixture.has_dense
     experts = "packed" if is_packed else "scaled" if has_scales else ""
-    return FileLayout(family.fused, family.norm_offset, stacking, family.interleaved, experts, has_log_decay, factors)
+    interleaved = family.interleaved and flag(config, "rope_interleave", default=True)
+    layout = FileLayout(family.fused, family.norm_offset, stacking, interleaved, experts, has_log_decay, factors)
+    return replace(layout, has_kv_up=family.has_latents)
 
 
-def gguf_layout(family: Family, has_sections: bool, stacking: Stacking = "parts") -> FileLayout:
+def gguf_layout(
+    family: Family, has_sections: bool, stacking: Stacking = "parts", has_kv_up: bool = False
+) -> FileLayout:
     """`has_sections`: the file divides a head among time, height and width, which llama.cpp does in halves alone."""
     interleaved = (family.interleaved or family.permuted_gguf) and not has_sections
-    return FileLayout(family.fused, 0.0, stacking, interleaved)
+    return FileLayout(family.fused, 0.0, stacking, interleaved, has_kv_up=has_kv_up)
 
 
 def file_shapes(layout: FileLayout, spec: DecoderSpec) -> Shapes:
@@ -86,13 +93,15 @@ def file_shapes(layout: FileLayout, spec: DecoderSpec) -> Shapes:
             if names[0] in shapes:
                 cut = [shapes.pop(name) for name in names]
                 shapes[f"layers.{index}.{whole}"] = sum(rows for rows, _ in cut), cut[0][1]
-    return shapes
+    return latent_file_shapes(shapes, spec, layout.has_kv_up)
 
 
 def adapted(source: WeightSource, layout: FileLayout, spec: DecoderSpec) -> WeightSource:
     """A source of the spec's tensors over `source`, which has the tensors of file_shapes."""
     if spec.experts and layout.stacking:
         source = StackedExperts(source, spec, layout.stacking, layout.experts)
+    if spec.has_latents:
+        source = LatentWeights(source, spec, layout.has_kv_up)
     if layout.fused or layout.norm_offset or layout.has_log_decay:
         source = FamilyWeights(source, spec, layout)
     return HalvedHeads(source, spec) if layout.interleaved else source

@@ -20,14 +20,15 @@ _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 class Mixture:
     """Properties of experts that a family fixes; see Experts. `weighs_chosen`: None = the value of norm_topk_prob.
     `shared`: an MLP for all tokens, weighted by a sigmoid, or plain, as wide as the configuration's number of experts,
-    or plain and of a size of its own.
+    or plain and of a size of its own. `scores`, `has_correction`: None = as the configuration (of a GGUF file) says.
     """
 
     weighs_chosen: bool | None = True
     has_bias: bool = False
     shared: Literal["", "weighted", "plain", "sized"] = ""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    has_correction: bool = False
+    scores: Literal["softmax", "sigmoid"] | None = "softmax"
+    has_correction: bool | None = False
+    group_best: Literal[1, 2] | None = 2  # None = 1 of softmax, 2 of sigmoids
     is_optional: bool = False  # files of dense models may state 0 experts
     has_dense: bool = False  # see Experts
 
@@ -46,11 +47,10 @@ def experts_of(config: Mapping[str, Any], mixture: Mixture, num_layers: int) -> 
         raise ModelError(f"configuration: {key} is {number} in each of {num_layers} layers, more than {MOST_EXPERTS}")
     if per_token > number:
         raise ModelError(f"configuration: {of_token} is {per_token}, more than the {number} of {key}")
-    function = config.get("expert_gating_func")
-    if function is not None and function != _FUNCTIONS[mixture.scores]:
-        raise ModelError(
-            f"configuration: expert_gating_func must be {_FUNCTIONS[mixture.scores]}, got {short(function)}"
-        )
+    has_correction = mixture.has_correction
+    if has_correction is None:
+        has_correction = flag(config, "has_router_correction")
+    scores = _scores(config, mixture.scores, has_correction)
     groups, kept = _groups(config, number, per_token)
     size = count(config, "intermediate_size") if config.get("moe_intermediate_size") is None else 0
     size = size or count(config, "moe_intermediate_size")
@@ -62,13 +62,27 @@ def experts_of(config: Mapping[str, Any], mixture: Mixture, num_layers: int) -> 
         mixture.has_bias,
         _shared(config, mixture, size),
         weighs_shared=mixture.shared == "weighted",
-        scores=mixture.scores,
-        has_correction=mixture.has_correction,
+        scores=scores,
+        has_correction=has_correction,
         groups=groups,
         kept_groups=kept,
+        group_best=mixture.group_best or (1 if scores == "softmax" else 2),
         scale=positive(config, "routed_scaling_factor", 1.0),
         has_dense=mixture.has_dense,
     )
+
+
+def _scores(
+    config: Mapping[str, Any], fixed: Literal["softmax", "sigmoid"] | None, has_correction: bool
+) -> Literal["softmax", "sigmoid"]:
+    """What logits become; `fixed`: by the family, None = by the file, older ones of which tell it by the correction."""
+    function = config.get("expert_gating_func")
+    if fixed is None and function in _FUNCTIONS.values():
+        return "softmax" if function == _FUNCTIONS["softmax"] else "sigmoid"
+    found = fixed or ("sigmoid" if has_correction else "softmax")
+    if function is not None and function != _FUNCTIONS[found]:
+        raise ModelError(f"configuration: expert_gating_func must be {_FUNCTIONS[found]}, got {short(function)}")
+    return found
 
 
 def _groups(config: Mapping[str, Any], number: int, per_token: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from kvloom.checkpoints.families.expert_layers import Mixture, Stacking, experts_of, sparse_layers
 from kvloom.checkpoints.families.hybrid import hybrid_layers, single_layers
+from kvloom.checkpoints.families.latents import latent_layers
 from kvloom.checkpoints.families.mixers import Attention, Recurrent
 from kvloom.checkpoints.families.positions import layers_of, sees_ahead
 from kvloom.checkpoints.families.spec import DecoderSpec, Layer
@@ -49,6 +50,7 @@ class Family:
     mixture: Mixture | None = None  # for models whose configuration may have experts
     stacking: Stacking = ""  # of the experts in folders
     gates_attention: bool = False  # see Attention.is_gated
+    has_latents: bool = False  # all layers have latent attention
     recurrent: Callable[[Mapping[str, Any]], Recurrent] | None = None  # the mixer of its layers with a state
     recurrent_kind: str = ""  # name of these layers in layer_types
     branches: Literal["two", "one", "three"] = "two"  # of a layer: a mixer and an MLP; either; two mixers and an MLP
@@ -84,7 +86,7 @@ class Family:
             raise ModelError(f"head_dim {head_dim} is odd; rotary embedding pairs dimensions")
         if config.get("clip_qkv") is not None:
             raise ModelError(f"configuration: clip_qkv is not supported, got {config['clip_qkv']!r:.80}")
-        if config.get("kv_lora_rank") is not None:
+        if config.get("kv_lora_rank") is not None and not self.has_latents:
             raise ModelError(f"{self.name} with latent attention (kv_lora_rank) is not supported")
         own = self.fields(config)
         for key in _BIASES if own.get("qkv_bias", self.qkv_bias) else ("attention_bias", *_BIASES):
@@ -92,6 +94,8 @@ class Family:
                 raise ModelError(f"{self.name} with {key} is not supported")
         sizes = Attention(heads, kv_heads, head_dim, is_gated=self.gates_attention)
         layers = layers_of(config, sizes, max_seq_len)
+        if self.has_latents:
+            layers = latent_layers(layers, config)
         if self.recurrent is not None:
             layers = self._with_states(layers, config, self.recurrent(config))
         experts = experts_of(config, self.mixture, len(layers)) if self.mixture else None

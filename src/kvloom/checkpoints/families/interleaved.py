@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from kvloom.checkpoints.families.mixers import LatentAttention
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.quantized.numbers import Floats, Numbers
 from kvloom.checkpoints.source import RawTensor, Tensor, WeightSource
@@ -19,14 +20,24 @@ def row_order(spec: DecoderSpec, name: str) -> Order | None:
     """For each row of tensor `name` in halves its row where partners are side by side; None = rows are as they are."""
     layer, _, part = name.removeprefix("layers.").partition(".")
     mixers = dict(spec.attention)
-    if part.removesuffix("_bias") not in ("q", "k") or int(layer) not in mixers:
+    if part.removesuffix("_bias") not in ("q", "k", "q_up", "kv_down") or int(layer) not in mixers:
         return None
     mixer = mixers[int(layer)]
+    if isinstance(mixer, LatentAttention):
+        return _latent_order(mixer, part)
     heads = mixer.num_heads if part.startswith("q") else mixer.num_kv_heads
     rotated = max((rope.dim for rope in spec.ropes), default=mixer.head_dim)
     of_head = np.arange(mixer.head_dim)
     of_head[:rotated] = of_head[:rotated].reshape(-1, 2).T.reshape(-1)
     return (np.arange(heads)[:, None] * mixer.head_dim + of_head).reshape(-1)
+
+
+def _latent_order(mixer: LatentAttention, part: str) -> Order:
+    """The same of queries, or of what keys are made of: the last channels of a head are rotated."""
+    heads, kept = (mixer.num_heads, mixer.nope_dim) if part != "kv_down" else (1, mixer.kv_rank)
+    of_head = np.arange(kept + mixer.rope_dim)
+    of_head[kept:] = of_head[kept:].reshape(-1, 2).T.reshape(-1)
+    return (np.arange(heads)[:, None] * len(of_head) + of_head).reshape(-1)
 
 
 class HalvedHeads:

@@ -1,6 +1,7 @@
 """Mixers of tokens: what a layer does between tokens, and what it keeps of a sequence for that.
 
-Attention keeps keys and values of every token, in blocks. The others keep a state of one size, whatever the length.
+Attention keeps keys and values of every token, in blocks, latent attention what it makes both of. The others keep a
+state of one size, whatever the length.
 """
 
 import math
@@ -79,6 +80,71 @@ class Attention:
         if kv and not self.values_are_keys:
             kv["v"] = (self.v_size, hidden)
         return {"q": (self.q_size, hidden), **kv, **gate, "o": (hidden, self.out_size)}
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-AI 2024, section 2.1), computed in its absorbed form: attention with one
+    KV head, whose key is RMSNorm of the first `kv_rank` channels of `kv_down` with the weights `kv_down_norm`, then the
+    `rope_dim` others, rotated. Its first kv_rank numbers are its value, too; so the cache holds each number once.
+
+    A head of `q` has nope_dim and rope_dim channels; its query is k_up (of this head) times the first ones, then the
+    others, rotated. `o` reads v_up (of each head) times the head's sum of values. With `q_rank` queries are instead
+    those of `q_up`, which reads RMSNorm of `q_down` with the weights `q_down_norm`.
+    """
+
+    num_heads: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    out_dim: int  # of a head's output
+    q_rank: int | None = None
+    rope: Rope | None = None
+    num_kv_heads: int = 1
+    keys_of: None = None  # as of Attention: all keys are its own, and all tokens before are seen
+    window: int | None = None  # always None
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of a query that meets keys."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a value."""
+        return self.kv_rank
+
+    @property
+    def q_name(self) -> str:
+        """The matrix that gives queries."""
+        return "q" if self.q_rank is None else "q_up"
+
+    @property
+    def q_size(self) -> int:
+        """Its channels."""
+        return self.num_heads * (self.nope_dim + self.rope_dim)
+
+    @property
+    def out_size(self) -> int:
+        """Channels of its output."""
+        return self.num_heads * self.out_dim
+
+    def linears(self, hidden: int) -> Shapes:
+        """Its matrices, [out, in]; k_up and v_up are those of the heads, one below the other."""
+        down = {} if self.q_rank is None else {"q_down": (self.q_rank, hidden)}
+        return {
+            **down,
+            self.q_name: (self.q_size, self.q_rank or hidden),
+            "kv_down": (self.head_dim, hidden),
+            "k_up": (self.num_heads * self.kv_rank, self.nope_dim),
+            "v_up": (self.out_size, self.kv_rank),
+            "o": (hidden, self.out_size),
+        }
+
+    def vectors(self) -> Shapes:
+        """Its other tensors."""
+        own: Shapes = {} if self.q_rank is None else {"q_down_norm": (self.q_rank,)}
+        return own | {"kv_down_norm": (self.kv_rank,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,4 +290,5 @@ class ShortConv:
 
 
 Recurrent = DeltaRule | Mamba2 | ShortConv  # mixers with a state
-Mixer = Attention | Recurrent
+Keyed = Attention | LatentAttention  # those with keys in blocks
+Mixer = Keyed | Recurrent

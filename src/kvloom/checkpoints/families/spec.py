@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvloom.checkpoints.families.mixers import Attention, Mixer, Recurrent, Rope, Shapes
+from kvloom.checkpoints.families.mixers import Attention, Keyed, LatentAttention, Mixer, Recurrent, Rope, Shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Experts:
 
     A router's logits become `scores` by a softmax over all or a sigmoid each. Those of the chosen ones are their
     weights; with `weighs_chosen` they are divided by their sum; times `scale`. A correction is added to scores for the
-    choice alone. Of `groups` of experts in order only the `kept_groups` with the largest sums of their two largest are
-    chosen from (DeepSeek-AI 2024, section 2.1.2). A `shared` MLP with so many channels runs on every token, weighted by
-    a sigmoid of its own if `weighs_shared`; 0 = none.
+    choice alone. Of `groups` of experts in order only the `kept_groups` with the largest sums of their `group_best`
+    largest are chosen from (DeepSeek-AI 2024, section 2.1.2). A `shared` MLP with so many channels runs on every token,
+    weighted by a sigmoid of its own if `weighs_shared`; 0 = none.
 
     With `has_dense` a layer has its MLP too (Gemma 4), and the branch is
 
@@ -50,6 +50,7 @@ class Experts:
     has_correction: bool = False
     groups: int = 1
     kept_groups: int = 1
+    group_best: Literal[1, 2] = 2
     scale: float = 1.0
     has_dense: bool = False
 
@@ -87,7 +88,7 @@ class DecoderSpec:
       embed [vocab, hidden]   norm [hidden]   head [vocab, hidden] (absent when tie_embeddings)
       layers.N. attn_norm, q, k, v, o, q_gate, q_bias, k_bias, v_bias, q_norm, k_norm, attn_post_norm,
                 mlp_norm, gate, up, down, mlp_post_norm, o_bias, sinks
-    and in place of q to v_bias, o_bias and sinks of a layer whose mixer has a state, what mixers.py says of it
+    and in place of q to v_bias, o_bias and sinks of a layer with latents or a state, what mixers.py says of its mixer
     of an encoder, without norm, head, gate and the norms before branches:
       positions [num_positions, hidden]   types [num_types, hidden]   embed_norm, embed_norm_bias [hidden]
       layers.N. up_bias, down_bias, attn_post_norm_bias, mlp_post_norm_bias
@@ -142,12 +143,12 @@ class DecoderSpec:
         return len(self.layers)
 
     @property
-    def attention(self) -> list[tuple[int, Attention]]:
+    def attention(self) -> list[tuple[int, Keyed]]:
         """(number of the layer, its mixer) of the layers with attention."""
-        return [(index, own.mixer) for index, own in enumerate(self.layers) if isinstance(own.mixer, Attention)]
+        return [(index, own.mixer) for index, own in enumerate(self.layers) if isinstance(own.mixer, Keyed)]
 
     @property
-    def cached(self) -> list[tuple[int, Attention]]:
+    def cached(self) -> list[tuple[int, Keyed]]:
         """The same of those that have keys and values of their own, in the order of these in the cache."""
         return [(index, mixer) for index, mixer in self.attention if mixer.keys_of is None]
 
@@ -156,6 +157,11 @@ class DecoderSpec:
         """(number of the layer, its mixer) of the layers with a state, in the order of these in a sequence's memory."""
         both = [(index, mixer) for index, own in enumerate(self.layers) for mixer in (own.mixer, own.beside)]
         return [(index, mixer) for index, mixer in both if isinstance(mixer, Recurrent)]
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether layers have latent attention."""
+        return any(isinstance(layer.mixer, LatentAttention) for layer in self.layers)
 
     @property
     def state_floats(self) -> int:

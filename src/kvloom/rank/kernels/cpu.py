@@ -320,6 +320,8 @@ def _check(spec: DecoderSpec, kv_dtype: str) -> None:
     """Raises ModelError that names what the kernels do not support."""
     if kv_dtype not in KV_FORMATS:
         raise ModelError(f"KV cache type {kv_dtype}: the CPU backend has {', '.join(KV_FORMATS)}")
+    if spec.has_latents:
+        raise ModelError(f"latent attention of {spec.family}: the CPU backend has none")
     for _, mixer in spec.recurrent:
         what, *sizes = _sizes(mixer)
         if any(size % 16 for size in sizes):

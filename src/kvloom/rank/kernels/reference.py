@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvloom.checkpoints.families.mixers import Attention, Recurrent, Rope
+from kvloom.checkpoints.families.mixers import Attention, LatentAttention, Recurrent
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.lora import AdapterFile
 from kvloom.checkpoints.lora_tensors import pairs_of
@@ -20,8 +20,9 @@ from kvloom.contract.config import MAX_BATCH
 from kvloom.contract.messages import Progress
 from kvloom.rank.kernels.backend import Choices, Draw, Head, Ints, Ragged, most_likely
 from kvloom.rank.kernels.layer_table import TABLE, LayerTable
-from kvloom.rank.kernels.reference_cache import KvCache
-from kvloom.rank.kernels.reference_math import attended, capped, mask_of, normed, rotate, routed
+from kvloom.rank.kernels.reference_cache import Context, KvCache
+from kvloom.rank.kernels.reference_latents import latent_key, latent_output, latent_queries
+from kvloom.rank.kernels.reference_math import attended, capped, grown, mask_of, normed, rotate, routed, turns_of
 from kvloom.rank.kernels.reference_mixers import MixerInput, mix
 from kvloom.rank.parallel.mesh import Mesh
 from kvloom.rank.parallel.shard import ShardedWeights, shard_pair, shard_spec
@@ -53,17 +54,6 @@ class _Pair:
     a: Tensor
     b: Tensor
     scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Context:
-    """One sequence in one step: T tokens are computed; K tokens are cached, these included."""
-
-    turns: Mapping[Rope, tuple[Tensor, Tensor]]  # cos and sin [T, 1, dim]
-    pos: Tensor  # [T]
-    slots: tuple[Tensor, Tensor]  # [K] slots of all keys and values, and those in a window's blocks; see KvCache.slots
-    masks: Mapping[int | None, Tensor]  # window -> [T, K] mask: which of them a token attends to
-    state: Tensor  # [state_floats] of the sequence
 
 
 class ReferenceBackend:
@@ -244,14 +234,14 @@ class ReferenceBackend:
         """
         spec, (pos, blocks, windows) = self.spec, places
         keys = torch.arange(int(pos[-1]) + 1, device=pos.device)
-        turns = {rope: self._turns(rope, pos) for rope in spec.ropes}
+        turns = {rope: turns_of(rope, pos, self._dtype) for rope in spec.ropes}
         masks = {
             window: mask_of(keys, pos, window, spec.sees_ahead)
             for window in {mixer.window for _, mixer in spec.attention}
         }
         if pos[0] == 0:
             state.zero_()
-        context = _Context(turns, pos, self._kv.slots(blocks, windows, pos), masks, state)
+        context = Context(turns, pos, self._kv.slots(blocks, windows, pos), masks, state)
         for layer, own in enumerate(spec.layers):
             at = f"layers.{layer}."
             if own.mixer is not None:
@@ -275,22 +265,17 @@ class ReferenceBackend:
             branch = self._norm(branch, name + "_post_norm")
         return x + branch * self.spec.residual_scale
 
-    def _turns(self, rope: Rope, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of the rotary angles at `pos`."""
-        inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=pos.device)
-        angles = torch.outer(pos.float(), inv_freq).repeat(1, 2)[:, None, :]
-        cos, sin = ((f(angles) * rope.attention_factor).to(self._dtype) for f in (torch.cos, torch.sin))
-        return cos, sin
-
-    def _mixed(self, layer: int, x: Tensor, context: _Context) -> Tensor:
+    def _mixed(self, layer: int, x: Tensor, context: Context) -> Tensor:
         """The output of a layer's mixers for x [T, hidden]."""
         own = self.spec.layers[layer]
         if isinstance(own.mixer, Recurrent):
             return self._recur(layer, own.mixer, x, context)
-        attended = self._attend(layer, x, context)
-        return attended if own.beside is None else attended + self._recur(layer, own.beside, x, context)
+        if isinstance(own.mixer, LatentAttention):
+            return self._attend_latents(layer, own.mixer, x, context)
+        out = self._attend(layer, x, context)
+        return out if own.beside is None else out + self._recur(layer, own.beside, x, context)
 
-    def _recur(self, layer: int, mixer: Recurrent, x: Tensor, context: _Context) -> Tensor:
+    def _recur(self, layer: int, mixer: Recurrent, x: Tensor, context: Context) -> Tensor:
         """The output of a mixer with a state for x [T, hidden], which brings the state up to date."""
         at, first = f"layers.{layer}.", self._state_at[layer]
         memory = context.state[first : first + mixer.state_floats]
@@ -299,15 +284,13 @@ class ReferenceBackend:
         )
         return self._linear(mix(mixer, given).to(x.dtype), at + "out")
 
-    def _attend(self, layer: int, x: Tensor, context: _Context) -> Tensor:
+    def _attend(self, layer: int, x: Tensor, context: Context) -> Tensor:
         """Write keys and values of x [T, hidden] to the cache, and return the attention output."""
         at = f"layers.{layer}."
         own = self.spec.layers[layer].mixer
         assert isinstance(own, Attention), "the layer has keys and values"
         q = self._heads(own, at + "q", self._linear(x, at + "q"), context)
-        if self.spec.query_growth:
-            growth = 1 + self.spec.query_growth * torch.log1p(context.pos // self.spec.growth_unit)
-            q = q * growth[:, None, None].to(q.dtype)
+        q = grown(self.spec, q, context.pos)
         read = layer if own.keys_of is None else own.keys_of
         slots = context.slots[read in self._kv.windowed]
         if own.keys_of is None:
@@ -320,7 +303,24 @@ class ReferenceBackend:
         out = self._mesh.sum(self._linear(out, at + "o", has_bias=False))
         return out + self._w[at + "o_bias"] if self.spec.o_bias else out
 
-    def _keys_and_values(self, layer: int, x: Tensor, context: _Context) -> tuple[Tensor, Tensor]:
+    def _attend_latents(self, layer: int, own: LatentAttention, x: Tensor, context: Context) -> Tensor:
+        """As _attend, of a layer with latent attention."""
+        at = f"layers.{layer}."
+        assert own.rope is not None, "latent attention has a rotated part"
+        turn = context.turns[own.rope]
+        down = self._linear(x, at + "kv_down")
+        latent = self._norm(down[:, : own.kv_rank], at + "kv_down_norm")
+        key = latent_key(latent, down[:, own.kv_rank :], turn)
+        self._kv.write(layer, (key,), context.slots[0][context.pos])
+        read = x if own.q_rank is None else self._norm(self._linear(x, at + "q_down"), at + "q_down_norm")
+        q = latent_queries(own, self._linear(read, at + own.q_name), self._w[at + "k_up"], turn)
+        q = grown(self.spec, q, context.pos)
+        rules = (self.spec.attention_scale, 0.0)
+        sums = attended(q, self._kv.read(layer, context.slots[0], x.dtype), context.masks[None], None, rules)
+        out = latent_output(own, sums, self._w[at + "v_up"])
+        return self._mesh.sum(self._linear(out, at + "o"))
+
+    def _keys_and_values(self, layer: int, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """[T, kv_heads, dim] of x [T, hidden]."""
         own, at = self.spec.layers[layer].mixer, f"layers.{layer}."
         assert isinstance(own, Attention), "the layer has keys and values"
@@ -329,7 +329,7 @@ class ReferenceBackend:
         v = normed(v, self.spec.norm_eps).to(x.dtype) if self.spec.norms_values else v
         return self._heads(own, at + "k", k, context), v
 
-    def _heads(self, own: Attention, name: str, x: Tensor, context: _Context) -> Tensor:
+    def _heads(self, own: Attention, name: str, x: Tensor, context: Context) -> Tensor:
         """Queries or keys x [T, channels], normed and rotated, [T, heads, head_dim]."""
         norm = self.spec.qk_norm
         x = (self._norm(x, name + "_norm") if norm == "row" else x).view(len(x), -1, own.head_dim)

@@ -1,17 +1,31 @@
 """Keys and values of the reference backend: plain tensors, in blocks."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvloom.checkpoints.families.mixers import Keyed, LatentAttention, Rope
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.windows import reach_of, windowed
 
 
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One sequence in one step: T tokens are computed; K tokens are cached, these included."""
+
+    turns: Mapping[Rope, tuple[Tensor, Tensor]]  # cos and sin [T, 1, dim]
+    pos: Tensor  # [T]
+    slots: tuple[Tensor, Tensor]  # [K] slots of all keys and values, and those in a window's blocks; see KvCache.slots
+    masks: Mapping[int | None, Tensor]  # window -> [T, K] mask: which of them a token attends to
+    state: Tensor  # [state_floats] of the sequence
+
+
 class KvCache:
     """Of each layer that has some, keys and values [blocks, block_size, kv_heads, dim]; int8 ones have a scale for each
-    head of a token.
+    head of a token. Latent attention has keys alone, whose first numbers are its values.
     """
 
     def __init__(
@@ -22,10 +36,8 @@ class KvCache:
         self.windowed: frozenset[int] = windowed(spec) if num_window_blocks else frozenset()
         self._reach, self._block_size = reach_of(spec), rows[1]
         of = {layer: (num_window_blocks, rows[1]) if layer in self.windowed else rows for layer, _ in spec.cached}
-        shapes = {
-            layer: [(*of[layer], own.num_kv_heads, dim) for dim in (own.head_dim, own.value_dim)]
-            for layer, own in spec.cached
-        }
+        shapes = {layer: [(*of[layer], own.num_kv_heads, dim) for dim in _sizes(own)] for layer, own in spec.cached}
+        self._value_dims = {layer: own.value_dim for layer, own in spec.cached if isinstance(own, LatentAttention)}
         self._numbers = {
             layer: [torch.zeros(shape, dtype=self.dtype, device=device) for shape in both]
             for layer, both in shapes.items()
@@ -56,13 +68,16 @@ class KvCache:
         own, other = (table[at // size] * size + at % size for table, at in ((blocks, keys), (windows, near)))
         return own, other
 
-    def write(self, layer: int, new: tuple[Tensor, Tensor], own: Tensor) -> None:
-        """Keys and values `new` [T, kv_heads, dim] to the slots `own` [T]."""
+    def write(self, layer: int, new: tuple[Tensor, ...], own: Tensor) -> None:
+        """Keys, and values if the layer has some, `new` [T, kv_heads, dim] to the slots `own` [T]."""
         for side, values in enumerate(new):
             self._write(layer, side, values, own)
 
     def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> list[Tensor]:
         """Keys and values that `slots` [K] hold, [K, kv_heads, dim]."""
+        if layer in self._value_dims:
+            keys = self._read(layer, 0, slots, dtype)
+            return [keys, keys[..., : self._value_dims[layer]]]
         return [self._read(layer, side, slots, dtype) for side in range(2)]
 
     def _write(self, layer: int, side: int, new: Tensor, own: Tensor) -> None:
@@ -79,3 +94,8 @@ class KvCache:
         if self.dtype != torch.int8:
             return found.to(dtype)
         return (found.float() * self._scales[layer][side].flatten(0, 1)[slots][..., None]).to(dtype)
+
+
+def _sizes(own: Keyed) -> tuple[int, ...]:
+    """Numbers of a key, and of a value if there are such."""
+    return (own.head_dim,) if isinstance(own, LatentAttention) else (own.head_dim, own.value_dim)

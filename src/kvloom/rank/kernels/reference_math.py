@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvloom.checkpoints.families.spec import Experts
+from kvloom.checkpoints.families.mixers import Rope
+from kvloom.checkpoints.families.spec import DecoderSpec, Experts
 
 
 def normed(x: Tensor, eps: float) -> Tensor:
@@ -18,12 +19,13 @@ def normed(x: Tensor, eps: float) -> Tensor:
 def routed(logits: Tensor, experts: Experts, correction: Tensor | None) -> tuple[Tensor, Tensor]:
     """Numbers and weights of the experts that each row of router logits [T, experts] chooses, [T, per_token]."""
     scores = logits.sigmoid() if experts.scores == "sigmoid" else logits.softmax(-1)
-    ranks = logits if experts.scores == "softmax" and correction is None else scores
+    has_groups = experts.kept_groups < experts.groups
+    ranks = logits if experts.scores == "softmax" and correction is None and not has_groups else scores
     if correction is not None:
         ranks = ranks + correction.float()
-    if experts.kept_groups < experts.groups:
+    if has_groups:
         groups = ranks.view(len(ranks), experts.groups, -1)
-        kept = groups.topk(2, -1).values.sum(-1).topk(experts.kept_groups, -1).indices
+        kept = groups.topk(experts.group_best, -1).values.sum(-1).topk(experts.kept_groups, -1).indices
         dropped = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, kept, False)
         ranks = groups.masked_fill(dropped[..., None], -torch.inf).flatten(-2)
     chosen = ranks.topk(experts.per_token, -1).indices
@@ -42,6 +44,22 @@ def mask_of(keys: Tensor, pos: Tensor, window: int | None, sees_ahead: bool) -> 
 
 def capped(x: Tensor, softcap: float) -> Tensor:
     return torch.tanh(x / softcap) * softcap if softcap else x
+
+
+def grown(spec: DecoderSpec, q: Tensor, pos: Tensor) -> Tensor:
+    """Queries [T, heads, dim], larger at later positions [T] where the model has that."""
+    if not spec.query_growth:
+        return q
+    growth = 1 + spec.query_growth * torch.log1p(pos // spec.growth_unit)
+    return q * growth[:, None, None].to(q.dtype)
+
+
+def turns_of(rope: Rope, pos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, dim] of the rotary angles at `pos`."""
+    inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=pos.device)
+    angles = torch.outer(pos.float(), inv_freq).repeat(1, 2)[:, None, :]
+    cos, sin = ((f(angles) * rope.attention_factor).to(dtype) for f in (torch.cos, torch.sin))
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Query, key, value, gate and up matrices are cut by output rows, o and down by input columns; so each rank computes whole
 heads and whole MLP channels, of each expert too, and two sums over the ranks a layer make the result whole. Embedding,
-norms, routers and head are on every rank.
+norms, routers, what makes latents, and head are on every rank.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvloom.checkpoints.families.mixers import Attention
+from kvloom.checkpoints.families.mixers import Attention, Keyed, LatentAttention
 from kvloom.checkpoints.families.spec import DecoderSpec, Experts
 from kvloom.checkpoints.lora_tensors import LoraPair
 from kvloom.checkpoints.quantized.numbers import Floats
@@ -18,7 +18,7 @@ from kvloom.checkpoints.source import WeightSource
 from kvloom.contract.errors import ModelError
 
 _BY_ROWS = (
-    *("q", "k", "v", "q_gate", "q_bias", "k_bias", "v_bias", "sinks"),
+    *("q", "k", "v", "q_up", "k_up", "v_up", "q_gate", "q_bias", "k_bias", "v_bias", "sinks"),
     *("gate", "up", "gate_bias", "up_bias", "shared_gate", "shared_up"),
 )  # and LoRA's B
 _BY_COLUMNS = ("o", "down", "shared_down")  # and LoRA's A: ranks then sum B times their parts of A x
@@ -27,7 +27,7 @@ _BY_COLUMNS = ("o", "down", "shared_down")  # and LoRA's A: ranks then sum B tim
 def shard_spec(spec: DecoderSpec, world_size: int) -> DecoderSpec:
     """The model as one rank computes it. Raises ModelError when heads or channels cannot be shared evenly."""
     sizes = [("attention heads", mixer.num_heads) for _, mixer in spec.attention]
-    sizes += [("KV heads", mixer.num_kv_heads) for _, mixer in spec.attention]
+    sizes += [("KV heads", mixer.num_kv_heads) for _, mixer in spec.attention if isinstance(mixer, Attention)]
     sizes += [("MLP channels", spec.mlp_size(index)) for index in range(spec.num_layers)]
     if spec.experts:
         sizes += [("channels of an expert", spec.experts.intermediate), ("shared channels", spec.experts.shared)]
@@ -55,7 +55,10 @@ def shard_spec(spec: DecoderSpec, world_size: int) -> DecoderSpec:
     )
 
 
-def _share_heads(mixer: Attention, world_size: int) -> Attention:
+def _share_heads(mixer: Keyed, world_size: int) -> Keyed:
+    """Latents, which are made of whole rows, are on every rank."""
+    if isinstance(mixer, LatentAttention):
+        return replace(mixer, num_heads=mixer.num_heads // world_size)
     return replace(mixer, num_heads=mixer.num_heads // world_size, num_kv_heads=mixer.num_kv_heads // world_size)
 
 
@@ -87,6 +90,8 @@ def shard_pair(name: str, pair: LoraPair, rank: int, world_size: int) -> LoraPai
     part = name.rsplit(".", 1)[-1]
     if part in _BY_ROWS:
         return replace(pair, b=_part(pair.b, rank, world_size, axis=0))
+    if part not in _BY_COLUMNS:
+        return pair
     return replace(pair, a=_part(pair.a, rank, world_size, axis=1))
 
 

@@ -10,9 +10,11 @@ from kvloom.checkpoints.families.family import Family
 from kvloom.checkpoints.families.values import count, positive
 
 _GROWTH = "llama_4_scaling_beta"
+GROWTH_FIELDS = (_GROWTH, "max_position_embeddings")  # of rope_parameters
 
 
-def _growth(config: Mapping[str, Any]) -> dict[str, Any]:
+def growth(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a spec whose queries grow with their positions."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get(_GROWTH) is None:
         return {}
@@ -29,9 +31,9 @@ MISTRAL = Family(
         "sliding_window": 4096,
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
-        "rope_own_fields": (_GROWTH, "max_position_embeddings"),
+        "rope_own_fields": GROWTH_FIELDS,
     },
-    fields=_growth,
+    fields=growth,
 )
 MINISTRAL = replace(MISTRAL, name="ministral")  # layer_types says which layers have the window
 MINISTRAL3 = replace(
