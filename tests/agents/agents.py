@@ -204,4 +204,10 @@ AGENTS = (
         own_steps,
         environment=own_environment,
     ),
+    Agent(
+        "LibreChat", "chat", ["@librechat/agents@3.9.2"],
+        lambda at: ("node", str(at.home.parent / "on_librechat.mjs")),
+        own_steps,
+        environment=own_environment,
+    ),
 )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.checkpoints.quantized.codebook import Codebook
 from kvloom.checkpoints.quantized.scheme import scheme_of
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
@@ -309,3 +310,10 @@ def test_a_matrix_that_cannot_be_is_refused_by_name(message, tmp_path):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=re.escape(message)):
         open_checkpoint(folder).weights.tensor("layers.1.up").float32()
+
+
+def test_numbers_of_a_codebook_have_no_form_of_whole_numbers():
+    matrix = Codebook("m", (2, 32), np.zeros(32, np.uint8), np.zeros(16, np.float32), np.ones(1, np.float32), 64)
+    assert not matrix.form
+    with pytest.raises(ModelError, match="tensor m has no form of whole numbers"):
+        matrix.number_pieces()
