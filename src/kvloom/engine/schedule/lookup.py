@@ -47,8 +47,8 @@ class PromptLookup:
         `token_ids` must extend those of the last call.
         """
         self.index(token_ids)
-        last = [*token_ids[-self.max_size :], *forced]
-        return self.match(last, token_ids, most, self._sizes if forced else self._free_sizes)
+        keys = self.keys([*token_ids[-self.max_size :], *forced], is_forced=bool(forced))
+        return self.match(keys, token_ids, most)
 
     @property
     def max_size(self) -> int:
@@ -60,14 +60,16 @@ class PromptLookup:
         """N-grams in the index."""
         return len(self._ends) + len(self._ends_before)
 
-    def match(self, last: Sequence[int], token_ids: Sequence[int], most: int, sizes: Sequence[int] = ()) -> Match:
-        """At most `most` tokens that followed the end of `last` in `token_ids`, those of the last `index`, or in the
-        other text.
+    def keys(self, last: Sequence[int], is_forced: bool = False) -> list[tuple[int, int]]:
+        """(size, hash) of each n-gram at the end of `last`, longest first. `is_forced`: a grammar forces the end."""
+        sizes = self._sizes if is_forced else self._free_sizes
+        return [(size, hash(tuple(last[-size:]))) for size in sizes if size <= len(last)]
+
+    def match(self, keys: Sequence[tuple[int, int]], token_ids: Sequence[int], most: int) -> Match:
+        """At most `most` tokens that followed the first known n-gram of `keys` in `token_ids`, those of the last
+        `index`, or in the other text.
         """
-        for size in (sizes or self._free_sizes) if most > 0 else ():
-            if size > len(last):
-                continue
-            key = hash(tuple(last[-size:]))
+        for size, key in keys if most > 0 else ():
             if (end := self._ends_before.get(key)) is not None:
                 return Match(self._before[end : end + most], size)
             if (end := self._ends.get(key)) is not None:

@@ -58,13 +58,13 @@ class Recent:
         """At most `most` tokens that followed the end of `last` in a text of the scope: where most tokens agree, and of
         equal ones in the latest text.
         """
-        best = Match()
-        for number in reversed(self._of_scope.get(scope, ())):
-            token_ids, lookup = self._texts[number][1]
-            found = lookup.match(last, token_ids, most)
-            if found.size > best.size:
-                best = found
-        return best
+        numbers = self._of_scope.get(scope, ())
+        if not numbers or most <= 0:
+            return Match()
+        texts = [self._texts[number][1] for number in reversed(numbers)]
+        keys = texts[0].lookup.keys(last)  # all texts have indices of the same sizes
+        found = (text.lookup.match(keys, text.token_ids, most) for text in texts)
+        return max(found, key=lambda match: match.size)
 
     def forget(self) -> None:
         """Forget all texts."""
