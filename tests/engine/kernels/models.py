@@ -17,6 +17,7 @@ from kvloom.rank.kernels.backend import Backend, Head, Ints, Ragged
 
 from .gemma4 import GEMMA4
 from .hybrids import HYBRIDS
+from .latents import LATENTS
 from .specs import Plan, rope_of, tiny_spec
 
 SPECS = {
@@ -101,7 +102,7 @@ SPECS |= {
 }
 
 
-SPECS |= HYBRIDS | GEMMA4
+SPECS |= HYBRIDS | GEMMA4 | LATENTS
 
 
 @dataclass

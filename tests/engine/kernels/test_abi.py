@@ -12,6 +12,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "kvl_instruction": cpu_abi.Instruction,
     "kvl_mixture": cpu_abi.Mixture,
     "kvl_attention": cpu_abi.AttentionShape,
+    "kvl_latent": cpu_abi.LatentShape,
     "kvl_delta_rule": cpu_abi.DeltaRuleShape,
     "kvl_short_conv": cpu_abi.ShortConvShape,
     "kvl_convolution": cpu_abi.Convolution,

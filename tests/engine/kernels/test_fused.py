@@ -50,8 +50,9 @@ def test_sequences_in_one_step_have_the_bits_of_steps_of_few_rows(name, weight_f
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("weight_format", ["w8a8", "bf16", "by channel"])
 @pytest.mark.parametrize("length", [64, 517, 700])  # the fewest that are fused; more rows than one pass takes
-def test_a_long_prompt_has_the_bits_of_its_pieces(length, weight_format, threads):
-    backend = backend_of("smollm2 heads", weight_format, "bf16", threads)
+@pytest.mark.parametrize("name", ["smollm2 heads", "latents, of queries too"])
+def test_a_long_prompt_has_the_bits_of_its_pieces(name, length, weight_format, threads):
+    backend = backend_of(name, weight_format, "bf16", threads)
     tokens, blocks = tokens_of(length), list(range(64))
     whole = outcome(backend, [(tokens, 0, blocks)])
     ends = [*range(0, length, FEW), length]

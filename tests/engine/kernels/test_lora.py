@@ -22,7 +22,7 @@ LENGTHS = (1, 2, 5, 16, 17, 40)
 Merge = Callable[[str, int], tuple[Path, torch.Tensor]]
 CASES = [  # rank, parts, configuration, scale by part
     (4, ("q", "k", "v", "o", "gate", "up", "down"), {}, {"": 2.0}),
-    (1, ("q", "v"), {"lora_alpha": 3}, {"": 3.0}),
+    (1, ("q", "q_up", "kv_down", "v"), {"lora_alpha": 3}, {"": 3.0}),
     (9, ("k", "up"), {"use_rslora": True, "lora_alpha": 6}, {"": 2.0}),
     (
         2,

@@ -30,6 +30,9 @@ from tests.support.pool.agents import running_agent
 
 NAMES = ("deepseek v2, lite", "deepseek v3", "mistral4")
 KINDS = {  # how it is computed
+    "cpu": {"backend": "cpu"},
+    "int8 keys": {"backend": "cpu", "kv_dtype": "int8"},
+    "8 bits": {"backend": "cpu", "weight_format": "w8a8"},
     "reference": {"backend": "reference", "dtype": "float32"},
     "int8 keys of the reference": {"backend": "reference", "dtype": "float32", "kv_dtype": "int8"},
 }
@@ -144,16 +147,26 @@ def test_the_cache_holds_each_latent_once(folder, kind):
     spec = open_checkpoint(folder).spec
     config = EngineConfig(model=str(folder), **kind)
     own = spec.layers[0].mixer
-    numbers = own.kv_rank + own.rope_dim
-    each = numbers + 4 if kind.get("kv_dtype") == "int8" else 4 * numbers
-    assert kv_token_bytes(config, "reference", spec) == 3 * each
+    numbers, backend = own.kv_rank + own.rope_dim, kind["backend"]
+    number_bytes, scale_bytes = {"cpu": (2, 2), "reference": (4, 4)}[backend]
+    each = numbers + scale_bytes if kind.get("kv_dtype") == "int8" else number_bytes * numbers
+    assert kv_token_bytes(config, backend, spec) == 3 * each
     assert sum(part[0].nbytes for layer in runner.kv_layers for part in layer) == 16 * 3 * each
 
 
-def test_the_cpu_kernels_refuse_it_by_name_and_torch_is_chosen(folder):
-    with pytest.raises(ModelError, match=r"latent attention of \w+: the CPU backend has none"):
-        opened(folder, {"backend": "cpu"})
-    assert choose_backend(EngineConfig(model=str(folder)), open_checkpoint(folder).spec) == "reference"
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"q_lora_rank": 48}, "latents of queries of 48 numbers: the CPU backend has multiples of 32"),
+        ({"v_head_dim": 40}, "head size 40: the CPU backend has multiples of 32 up to 576"),
+        ({"kv_lora_rank": 560}, "head size 592: the CPU backend has multiples of 32 up to 576"),
+    ],
+)
+def test_sizes_that_the_cpu_kernels_lack_are_named_and_torch_is_chosen(fields, told, tmp_path):
+    path = save(tiny_model("deepseek v3", **fields), tmp_path)
+    with pytest.raises(ModelError, match=told):
+        opened(path, {"backend": "cpu"})
+    assert choose_backend(EngineConfig(model=str(path)), open_checkpoint(path).spec) == "reference"
 
 
 def test_adapters_are_those_of_merged_weights(tmp_path):

@@ -286,7 +286,7 @@ TINY_MODELS |= {
         },
     ),
 }
-LATENT = {"kv_lora_rank": 64, "q_lora_rank": 48, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+LATENT = {"kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
 LATENT |= {"num_key_value_heads": 4, "num_hidden_layers": 3, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
 LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 1}
 LATENT_EXPERTS = ("routed_scaling_factor", "first_k_dense_replace", "n_routed_experts", "num_experts_per_tok")

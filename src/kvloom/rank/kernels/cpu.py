@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.checkpoints.families.mixers import DeltaRule, Mamba2, Recurrent, Rope, ShortConv
+from kvloom.checkpoints.families.mixers import DeltaRule, LatentAttention, Mamba2, Recurrent, Rope, ShortConv
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.lora import FIELD, AdapterFile
 from kvloom.checkpoints.lora_tensors import pairs_of
@@ -32,7 +32,7 @@ from kvloom.rank.kernels.rope_table import rope_table
 KV_FORMATS = {"bf16": cpu_abi.KV_BF16, "int8": cpu_abi.KV_INT8}
 _UNITS = {build.TILES: cpu_abi.TILES, build.PAIRS: cpu_abi.PAIRS}
 BLOCK_SIZE = 16
-_MAX_HEAD_DIM = 576  # cpu/attention/attention_tiles.hpp
+_MAX_HEAD_DIM = 576  # cpu/attention/attention.hpp
 # version of the order in which attention, bf16 linears and adapters add: another order gives other keys and values
 _SUMS = "s5"
 
@@ -320,14 +320,17 @@ def _check(spec: DecoderSpec, kv_dtype: str) -> None:
     """Raises ModelError that names what the kernels do not support."""
     if kv_dtype not in KV_FORMATS:
         raise ModelError(f"KV cache type {kv_dtype}: the CPU backend has {', '.join(KV_FORMATS)}")
-    if spec.has_latents:
-        raise ModelError(f"latent attention of {spec.family}: the CPU backend has none")
     for _, mixer in spec.recurrent:
         what, *sizes = _sizes(mixer)
         if any(size % 16 for size in sizes):
             told = " and ".join(map(str, sizes))
             raise ModelError(f"{what} {told}: the CPU backend has multiples of 16")
-    for dim in {dim for _, mixer in spec.attention for dim in (mixer.head_dim, mixer.value_dim)}:
+    latents = [mixer for _, mixer in spec.attention if isinstance(mixer, LatentAttention)]
+    for rank in {mixer.q_rank for mixer in latents if mixer.q_rank}:
+        if rank % 32:
+            raise ModelError(f"latents of queries of {rank} numbers: the CPU backend has multiples of 32")
+    dims = {dim for _, mixer in spec.attention for dim in (mixer.head_dim, mixer.value_dim)}
+    for dim in dims | {mixer.out_dim for mixer in latents}:
         if dim % 32 or dim > _MAX_HEAD_DIM:
             raise ModelError(f"head size {dim}: the CPU backend has multiples of 32 up to {_MAX_HEAD_DIM}")
     for rope in spec.ropes:

@@ -11,10 +11,11 @@ INT2, INT3_K, IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, FP4_16 = range(10, 17)
 INT4_K, INT5_K, INT2_K, INT2_256, INT1, IQ2_S, IQ3_XXS, IQ3_S = range(17, 25)
 NORM_QUANT, QUANT, LINEAR, ROPE_KV, ATTENTION, ROWS_NORM_QUANT, ADD_NORMED, ROUTE, EXPERTS_UP, EXPERTS_DOWN = range(10)
 STATES, ADD_POSITIONS, LAYER_NORM, DELTA_RULE, SHORT_CONV, CONVOLUTION, MAMBA2 = range(10, 17)
-LAYER_INPUTS, NORM_BRANCH = range(17, 19)
+LAYER_INPUTS, NORM_BRANCH, LATENT_KEYS, LATENT_QUERIES, LATENT_VALUES = range(17, 22)
 TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS, TO_BRANCH, CLAMPED, GATED_RESIDUAL, GELU, RELU2, TO_INPUTS = range(11)
 FROM_ATTENTION, FROM_MLP, FROM_GATE_UP, FROM_RESIDUAL, FROM_MIXER, FROM_NORMED_MIXER, FROM_INPUTS = range(7)
-QUERIES, KEYS, ALL = range(3)
+FROM_QKV = 7
+QUERIES, KEYS, ALL, LATENT = range(4)
 NORM_HEADS, NORM_ROWS, NORM_ROTATED = range(3)
 KV_BF16, KV_INT8 = range(2)
 NO_UNIT, TILES, PAIRS = range(3)
@@ -56,7 +57,7 @@ class Mixture(ctypes.Structure):
         *((name, _I32) for name in ("router", "router_bias", "up_bias", "down_bias", "shared")),
         *((name, _I32) for name in ("is_sigmoid", "correction", "groups", "kept_groups")),
         ("scale", ctypes.c_float),
-        *((name, _I32) for name in ("router_norm", "to_branch")),
+        *((name, _I32) for name in ("group_best", "router_norm", "to_branch")),
     )
 
 
@@ -68,6 +69,14 @@ class AttentionShape(ctypes.Structure):
         ("keys_at", _I64),
         ("values_at", _I64),
         ("of_windows", _I32),
+    )
+
+
+class LatentShape(ctypes.Structure):
+    """kvl_latent."""
+
+    _fields_ = tuple(
+        (name, _I32) for name in ("attention", "keys_at", "q_rank", "nope_dim", "rope_dim", "out_dim", "norm", "q_norm")
     )
 
 
@@ -158,6 +167,7 @@ SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {  # function -> (result, argu
     "kvl_add_vector": (_I32, [_POINTER, _POINTER, _I64]),
     "kvl_add_mixture": (_I32, [_POINTER, ctypes.POINTER(Mixture)]),
     "kvl_add_attention": (_I32, [_POINTER, ctypes.POINTER(AttentionShape)]),
+    "kvl_add_latent": (_I32, [_POINTER, ctypes.POINTER(LatentShape)]),
     "kvl_add_delta_rule": (_I32, [_POINTER, ctypes.POINTER(DeltaRuleShape)]),
     "kvl_add_short_conv": (_I32, [_POINTER, ctypes.POINTER(ShortConvShape)]),
     "kvl_add_convolution": (_I32, [_POINTER, ctypes.POINTER(Convolution)]),

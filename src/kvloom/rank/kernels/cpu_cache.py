@@ -37,9 +37,12 @@ class BlockShape:
 
 
 def layers_of(blocks: npt.NDArray[np.uint8], at: Mapping[int, At], of_windows: bool) -> list[list[Any]]:
-    """Keys and values of each layer that has them in `blocks` [blocks, bytes of a block]."""
+    """Keys and values of each layer that has them in `blocks` [blocks, bytes of a block]; keys alone where they are
+    values, too.
+    """
     own = [one for one in at.values() if one.of_windows == of_windows]
-    return [[blocks[:, one.keys : one.values], blocks[:, one.values : one.end]] for one in own]
+    sides = [[blocks[:, one.keys : one.values], blocks[:, one.values : one.end]] for one in own]
+    return [[side for side in pair if side.shape[1]] for pair in sides]
 
 
 def lazy_zeros(shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:

@@ -74,6 +74,7 @@ def _mixture(program: Program, spec: DecoderSpec, at: str, first: int, is_joint:
     router = program.values(_padded(program.weights.tensor(at + "router").float32(), _ROW_PAD))
     counts = {"num_experts": experts.count, "per_token": experts.per_token, "weighs_chosen": experts.weighs_chosen}
     choice = {"is_sigmoid": experts.scores == "sigmoid", "groups": experts.groups, "kept_groups": experts.kept_groups}
+    choice["group_best"] = experts.group_best
     norm = cpu_abi.NONE
     if experts.has_dense:
         norm = program.values(program.weights.tensor(at + "router_norm").float32() * np.float32(spec.hidden**-0.5))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.checkpoints.families.mixers import Attention, Rope
+from kvloom.checkpoints.families.mixers import Attention, LatentAttention, Rope
 from kvloom.checkpoints.families.spec import DecoderSpec, Encoder
 from kvloom.checkpoints.footprint import STORED, UNQUANTISED_FORM
 from kvloom.checkpoints.quantized.forms import number_bits
@@ -19,6 +19,7 @@ from kvloom.rank.kernels.backend import Floats
 from kvloom.rank.kernels.cpu_abi import AttentionShape, FileNumbers, Instruction
 from kvloom.rank.kernels.cpu_cache import At
 from kvloom.rank.kernels.expert_program import declare_experts
+from kvloom.rank.kernels.latent_program import declare_latents
 from kvloom.rank.kernels.mixer_program import declare_mixer
 from kvloom.rank.kernels.program import GATES, Fill, Native, Program
 
@@ -81,10 +82,7 @@ class Packer:
         if spec.layer_inputs is not None:
             self._declare_inputs(spec.layer_inputs.size)
         for layer in range(spec.num_layers):
-            if isinstance(spec.layers[layer].mixer, Attention):
-                self._declare_attention(layer)
-            elif spec.layers[layer].mixer is not None:
-                self._declare_mixer(layer)
+            self._declare_mixer(layer)
             if spec.encoder is not None:
                 self._declare_ungated(f"layers.{layer}.")
             elif spec.has_dense(layer):
@@ -148,12 +146,31 @@ class Packer:
                     progress(self.num_bytes * done // total, self.num_bytes)
 
     def _declare_mixer(self, layer: int) -> None:
+        match self._spec.layers[layer].mixer:
+            case None:
+                return
+            case LatentAttention() as own:
+                self._declare_latents(layer, own)
+            case Attention():
+                self._declare_attention(layer)
+            case _:
+                self._declare_recurrent(layer)
+
+    def _declare_recurrent(self, layer: int) -> None:
         mixer, at = declare_mixer(self._program, self._spec, layer), f"layers.{layer}."
         self._emit_input(mixer.linear, at + "attn_norm")
         self._program.emit(cpu_abi.LINEAR, linear=mixer.linear, epilogue=cpu_abi.TO_QKV)
         mixer.emit_steps(self._program)
         mixer.emit_quant(self._program)
         self._emit_output(mixer.out, at + "attn_post_norm")
+
+    def _declare_latents(self, layer: int, own: LatentAttention) -> None:
+        program, at = self._program, f"layers.{layer}."
+        latents = declare_latents(program, own, at, self._spec.hidden, self._at[layer])
+        assert own.rope is not None, "latent attention has a rotated part"
+        self._emit_input(latents.down, at + "attn_norm")
+        latents.emit_steps(program, self._ropes[own.rope])
+        self._emit_output(latents.out, at + "attn_post_norm")
 
     def _declare_attention(self, layer: int) -> None:
         spec, own, at = self._spec, self._spec.layers[layer].mixer, f"layers.{layer}."

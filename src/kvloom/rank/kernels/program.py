@@ -14,6 +14,7 @@ from kvloom.rank.kernels.cpu_abi import (
     Convolution,
     DeltaRuleShape,
     Instruction,
+    LatentShape,
     Mamba2Shape,
     Mixture,
     ShortConvShape,
@@ -142,6 +143,9 @@ class Program:
 
     def attention(self, shape: AttentionShape) -> int:
         return int(self._lib.kvl_add_attention(self._model, ctypes.byref(shape)))
+
+    def latent(self, shape: LatentShape) -> int:
+        return int(self._lib.kvl_add_latent(self._model, ctypes.byref(shape)))
 
     def delta_rule(self, shape: DeltaRuleShape) -> int:
         return int(self._lib.kvl_add_delta_rule(self._model, ctypes.byref(shape)))

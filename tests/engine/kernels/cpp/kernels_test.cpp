@@ -39,9 +39,10 @@ static void test_stretches(int threads) {
     kvl_free(model);
 }
 
-// Sizes of a head's keys and values, and tiles of a block of the cache.
+// Sizes of a head's keys and values, and tiles of a block of the cache. is_shared: values are the first numbers of keys.
 struct HeadSizes {
     int key_dim, value_dim, tiles;
+    bool is_shared = false;
 };
 
 // Stores random keys and values; compares what is found there.
@@ -56,7 +57,7 @@ static void store_heads(const PagedHead& head, int length) {
         scalar::rotate(want.data(), rope.data(), key_dim);
         const int64_t tile = key / kBlockTokens;
         Cache::store_key(const_cast<uint8_t*>(head.key_tile(tile)), k.data(), key_dim, key % kBlockTokens);
-        Cache::store_value(const_cast<uint8_t*>(head.value_tile(tile)), v.data(), value_dim, key % kBlockTokens);
+        if (!head.is_shared) Cache::store_value(const_cast<uint8_t*>(head.value_tile(tile)), v.data(), value_dim, key % kBlockTokens);
         const bool is_int8 = format == KVL_KV_INT8;  // half a step, and the rounding of the scale itself
         const double key_step = 1.1 * double(scalar::half_step(k.data(), 0, key_dim));
         const double value_step = 1.1 * double(scalar::half_step(v.data(), 0, value_dim));
@@ -65,7 +66,7 @@ static void store_heads(const PagedHead& head, int length) {
             near(a, want[size_t(d)], 1e-5, "rotate", key_dim, d);
             near(scalar::key_at(head, format, key, d), a, is_int8 ? key_step : std::fabs(a) / 256, "key", key, d);
         }
-        for (int d = 0; d < value_dim; d++) {
+        for (int d = 0; d < value_dim && !head.is_shared; d++) {
             const double b = double(v[size_t(d)]);
             near(scalar::value_at(head, format, key, d), b, is_int8 ? value_step : std::fabs(b) / 256, "value", key, d);
         }
@@ -78,16 +79,17 @@ template <class Cache, class Tiles>
 static void test_attention(HeadSizes sizes, int length, int window) {
     const int block_tokens = sizes.tiles * kBlockTokens, blocks = (length + block_tokens - 1) / block_tokens;
     const int format = Cache::kFormat, key_dim = sizes.key_dim, dim = sizes.value_dim;
-    const int64_t key_bytes = kv_tile_bytes(format, key_dim), value_bytes = kv_tile_bytes(format, dim);
+    const int64_t key_bytes = kv_tile_bytes(format, key_dim), value_bytes = sizes.is_shared ? 0 : kv_tile_bytes(format, dim);
     const int64_t block_bytes = sizes.tiles * (key_bytes + value_bytes);
     std::vector<uint8_t> cache(size_t(blocks * block_bytes));
     std::vector<int32_t> table(static_cast<size_t>(blocks));
     std::iota(table.rbegin(), table.rend(), 0);
     const float softcap = window ? 0.8f : 0.0f;
     const PagedHead head{cache.data(), cache.data() + sizes.tiles * key_bytes, table.data(), block_bytes, sizes.tiles,
-                         key_bytes, value_bytes, key_dim, dim, softcap};
+                         key_bytes, value_bytes, key_dim, dim, softcap, sizes.is_shared};
     store_heads<Cache>(head, length);
-    if (!std::is_same_v<Cache, Bf16Pairs> || !has_pairs()) test_attention_in_tiles<Cache, Tiles>(head, length, window);
+    const bool has_tiles_too = !sizes.is_shared && (!std::is_same_v<Cache, Bf16Pairs> || !has_pairs());
+    if (has_tiles_too) test_attention_in_tiles<Cache, Tiles>(head, length, window);
     for (int rows = 1; rows <= kTaskRows; rows += rows < kAttentionRows ? 1 : kAttentionRows - 1) {  // then uneven groups
         std::vector<typename Cache::Stored> q(size_t(rows * key_dim));
         std::vector<float> sums(size_t(rows * dim));
@@ -209,9 +211,9 @@ static void test_experts(int count, int64_t cols) {
 static void test_routing(int groups, int kept_groups, int taken) {
     constexpr int kCount = 24;
     const std::vector<float> logits = noise(kCount), correction = noise(kCount);
-    for (int way = 0; way < 8; way++) {
+    for (int way = 0; way < 16; way++) {
         const float* const own_correction = way & 4 ? correction.data() : nullptr;
-        const Routing routing{kCount, taken, (way & 1) != 0, (way & 2) != 0, groups, kept_groups, 2.5f, own_correction};
+        const Routing routing{kCount, taken, (way & 1) != 0, (way & 2) != 0, groups, kept_groups, 2.5f, 1 + way / 8, own_correction};
         std::vector<float> own = logits, ranks(32);
         own.resize(ranks.size(), NAN);
         std::vector<Choice> got(static_cast<size_t>(taken));
@@ -331,7 +333,7 @@ static void test_every_kernel() {
     for (int threads : {1, 2, 3, 7}) test_stretches(threads);
     for (int dim : {32, 64, 96, 128, 256})
         for (int length : {1, 15, 16, 17, 127, 128, 129, 300}) test_every_attention({dim, dim, 1}, length, 0);
-    for (HeadSizes sizes : {HeadSizes{512, 512, 1}, {kMaxHeadDim, 512, 2}, {192, 128, 3}, {32, 96, 2}})
+    for (HeadSizes sizes : {HeadSizes{512, 512, 1}, {kMaxHeadDim, 512, 2}, {192, 128, 3}, {32, 96, 2}, {kMaxHeadDim, 512, 1, true}, {96, 64, 3, true}})
         for (int length : {1, 17, 129, 300}) test_every_attention(sizes, length, 0);
     for (int window : {1, 16, 37, 128, 500}) test_every_attention({64, 64, 2}, 300, window);
     test_largest_scores();

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "attention/heads.cpp"
+#include "attention/latent.cpp"
 #include "experts/experts.cpp"
 #include "linear/way.cpp"
 #include "lora/lora.cpp"
@@ -22,6 +23,7 @@
 #include "step/step.cpp"
 
 #include "kernels_test.cpp"
+#include "latents_test.cpp"
 #include "mixers_test.cpp"
 #include "step_test.cpp"
 
@@ -29,6 +31,7 @@ int main(int, char** argv) {
     const std::string tests = argv[1];
     if (tests == "kernels") test_mixers();
     tests == "kernels" ? test_every_kernel() : tests == "steps" ? test_whole_steps() : test_threads();
+    if (tests != "kernels") test_latents();
     std::printf("%s: %d differences\n", kvl_isa(), failures);
     return failures != 0;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <numeric>
 
 #include "check.hpp"
@@ -14,6 +15,10 @@ using Row = std::vector<double>;
 constexpr int kHidden = 48, kMlp = 40, kHeads = 6, kKvHeads = 2, kDim = 32, kVocab = 70, kLayers = 2, kBlocks = 40;
 constexpr int kQueries = kHeads * kDim, kKeys = kKvHeads * kDim;
 constexpr int kMaxPositions = 256, kMaxBlocks = kMaxPositions / kBlockTokens;
+
+struct FreeModel {
+    void operator()(kvl_model* model) const { kvl_free(model); }
+};
 
 struct Options {
     int kv_format, threads, window;
@@ -79,6 +84,28 @@ static Row normed(const double* x, int count, const std::vector<float>& weight) 
     return out;
 }
 
+// The rotary table of all positions, for heads of kDim.
+static std::vector<float> rope_of() {
+    std::vector<float> rope(size_t(kMaxPositions) * kDim);
+    for (int p = 0; p < kMaxPositions; p++)
+        for (int i = 0; i < kDim / 2; i++) {
+            const double angle = p * std::pow(10000.0, -2.0 * i / kDim);
+            rope[size_t(p * kDim + i)] = float(std::cos(angle));
+            rope[size_t(p * kDim + kDim / 2 + i)] = float(std::sin(angle));
+        }
+    return rope;
+}
+
+// Rotates a head in place.
+static void turn(double* at, const std::vector<float>& rope, int position) {
+    for (int i = 0; i < kDim / 2; i++) {
+        const double a = at[i], b = at[kDim / 2 + i];
+        const double cosine = rope[size_t(position * kDim + i)], sine = rope[size_t(position * kDim + kDim / 2 + i)];
+        at[i] = a * cosine - b * sine;
+        at[kDim / 2 + i] = b * cosine + a * sine;
+    }
+}
+
 static void add_to(Row& x, const Row& y) {
     for (size_t i = 0; i < x.size(); i++) x[i] += y[i];
 }
@@ -105,20 +132,9 @@ class Plain {
     std::vector<Layer> layers{kLayers};
     std::vector<ExpertsOf> mixtures{kLayers, ExpertsOf(options.experts)};
     Matrix embed{kVocab, kHidden}, head{kVocab, kHidden};
-    std::vector<float> norm = noise(kHidden), rope = table();
+    std::vector<float> norm = noise(kHidden), rope = rope_of();
 
   private:
-    static std::vector<float> table() {
-        std::vector<float> rope(size_t(kMaxPositions) * kDim);
-        for (int p = 0; p < kMaxPositions; p++)
-            for (int i = 0; i < kDim / 2; i++) {
-                const double angle = p * std::pow(10000.0, -2.0 * i / kDim);
-                rope[size_t(p * kDim + i)] = float(std::cos(angle));
-                rope[size_t(p * kDim + kDim / 2 + i)] = float(std::sin(angle));
-            }
-        return rope;
-    }
-
     void place(Row& row, int heads, const std::vector<float>& weight, int position) const {
         for (int h = 0; h < heads; h++) {
             double* at = &row[size_t(h * kDim)];
@@ -126,12 +142,7 @@ class Plain {
                 const Row n = normed(at, kDim, weight);
                 std::copy(n.begin(), n.end(), at);
             }
-            for (int i = 0; i < kDim / 2; i++) {
-                const double a = at[i], b = at[kDim / 2 + i];
-                const double cosine = rope[size_t(position * kDim + i)], sine = rope[size_t(position * kDim + kDim / 2 + i)];
-                at[i] = a * cosine - b * sine;
-                at[kDim / 2 + i] = b * cosine + a * sine;
-            }
+            turn(at, rope, position);
         }
     }
 

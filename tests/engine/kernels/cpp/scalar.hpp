@@ -201,6 +201,7 @@ inline float key_at(const PagedHead& head, int kv_format, int64_t key, int d) {
 }
 
 inline float value_at(const PagedHead& head, int kv_format, int64_t key, int d) {
+    if (head.is_shared) return key_at(head, kv_format, key, d);
     const int64_t slot = key % kBlockTokens;
     return tile_at(head.value_tile(key / kBlockTokens), kv_format, (slot / 2 * head.value_dim + d) * 2 + slot % 2, slot);
 }
@@ -261,7 +262,7 @@ inline std::vector<Choice> choose(const std::vector<float>& logits, const Routin
     for (size_t g = 0; g < size_t(routing.groups); g++) {
         std::vector<double> own(ranks.begin() + int64_t(g * size), ranks.begin() + int64_t((g + 1) * size));
         std::sort(own.begin(), own.end(), std::greater<>());
-        groups.push_back({-own[0] - (size > 1 ? own[1] : 0), g});
+        groups.push_back({-own[0] - (size > 1 && routing.group_best == 2 ? own[1] : 0), g});
     }
     std::sort(groups.begin(), groups.end());
     std::vector<int32_t> ids;

@@ -8,10 +8,6 @@
 #include "plain.hpp"
 #include "shortage.hpp"
 
-struct FreeModel {
-    void operator()(kvl_model* model) const { kvl_free(model); }
-};
-
 // A model with the same weights behind the C interface, and its cache.
 class Native {
   public:
@@ -187,7 +183,7 @@ class Native {
                                   has_bias ? vector(experts.router_bias) : -1,
                                   has_bias ? vector(panels_of(experts.up_bias, options.is_apart)) : -1,
                                   has_bias ? vector(padded(experts.down_bias, kPanel)) : -1, vector(experts.shared),
-                                  0, -1, 1, 1, 1, -1, 0};
+                                  0, -1, 1, 1, 1, 2, -1, 0};
         const int32_t id = kvl_add_mixture(model.get(), &mixture);
         const int32_t gate = has_bias ? KVL_CLAMPED : KVL_SWIGLU, up = options.is_apart ? KVL_TO_QKV : gate;
         const int32_t source = options.is_apart ? KVL_FROM_GATE_UP : KVL_FROM_MLP;

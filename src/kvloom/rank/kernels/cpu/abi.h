@@ -115,6 +115,12 @@ enum {
     KVL_MAMBA2 = 16,         /* Mamba-2 `layer` of the rows that a convolution has changed, and of the states */
     KVL_LAYER_INPUTS = 17,   /* makes what the layers get of each token, `source` numbers each: (RMSNorm with weights
                                 `vector` of the output of KVL_TO_INPUTS / sqrt(hidden) + layer_rows) / sqrt(2) */
+    KVL_LATENT_KEYS = 19,    /* of the rows that a linear wrote with KVL_TO_QKV: makes the keys of latent attention
+                                `layer` and writes them to the cache, and what KVL_FROM_ATTENTION reads for its queries
+                                if these are made of a latent, too; rotates with table `rope` */
+    KVL_LATENT_QUERIES = 20, /* makes queries of such rows: `linear` has for each head rows that take its channels to
+                                the latent; rotates with table `rope` */
+    KVL_LATENT_VALUES = 21,  /* multiplies the output of attention, latents, by the rows of each head in `linear` */
     KVL_NORM_BRANCH = 18     /* RMSNorm with weights `vector` of the output of KVL_TO_BRANCH, kept, or, `source` 1, added
                                 to what is kept; clears that output */
 };
@@ -144,7 +150,8 @@ enum {
     KVL_FROM_RESIDUAL = 3,
     KVL_FROM_MIXER = 4,
     KVL_FROM_NORMED_MIXER = 5,
-    KVL_FROM_INPUTS = 6
+    KVL_FROM_INPUTS = 6,
+    KVL_FROM_QKV = 7 /* what KVL_LATENT_VALUES wrote */
 };
 /* `source` of ROPE_KV: norm of each head, of the whole row, or of each head after the rotation. */
 enum { KVL_NORM_HEADS = 0, KVL_NORM_ROWS = 1, KVL_NORM_ROTATED = 2 };
@@ -210,12 +217,13 @@ int32_t kvl_add_vector(kvl_model *model, const float *values, int64_t count);
  * A row is given to the experts with its per_token largest scores: softmax of all logits, or sigmoid of each. They are
  * its weights, divided by their sum if weighs_chosen is not 0, times `scale`. correction: vector [num_experts], added to
  * the scores for the choice alone. Of `groups` (at most 64) groups of equal size only the kept_groups with the largest
- * sums of their two largest scores are chosen from. */
+ * sums of their group_best largest scores are chosen from. */
 typedef struct {
     int32_t num_experts, per_token, first, weighs_chosen;
     int32_t router, router_bias, up_bias, down_bias, shared;
     int32_t is_sigmoid, correction, groups, kept_groups;
     float scale;
+    int32_t group_best; /* 1 or 2: groups are judged by the sum of so many largest scores */
     int32_t router_norm; /* vector [hidden]: the router reads the residual stream after RMSNorm with these weights; -1 =
                             what the experts read */
     int32_t to_branch;   /* not 0: the sum is added to the output of KVL_TO_BRANCH, not to the residual stream */
@@ -225,15 +233,24 @@ int32_t kvl_add_mixture(kvl_model *model, const kvl_mixture *mixture); /* return
  * num_kv_heads values of value_dim. Both sizes are multiples of 32, at most 576. A block of the cache has its keys from
  * byte keys_at on and its values from values_at on: tiles [block_tiles][num_kv_heads]; both are multiples of 32.
  * projected: KVL_ALL; KVL_KEYS, without values, which are the keys before norm and rotation; KVL_QUERIES, of a layer that
- * reads the keys and values that another one has written. value_norm: vector [value_dim], the weights of an RMSNorm of
- * each value; -1 = none. of_windows: not 0 = they are in a window's blocks. */
-enum { KVL_QUERIES = 0, KVL_KEYS = 1, KVL_ALL = 2 };
+ * reads the keys and values that another one has written; KVL_LATENT, whose values are the first numbers of its keys in
+ * the cache, and are nowhere else. value_norm: vector [value_dim], the weights of an RMSNorm of each value; -1 = none.
+ * of_windows: not 0 = they are in a window's blocks. */
+enum { KVL_QUERIES = 0, KVL_KEYS = 1, KVL_ALL = 2, KVL_LATENT = 3 };
 typedef struct {
     int32_t num_heads, num_kv_heads, key_dim, value_dim, projected, value_norm;
     int64_t keys_at, values_at;
     int32_t of_windows;
 } kvl_attention;
 int32_t kvl_add_attention(kvl_model *model, const kvl_attention *attention); /* returns its index */
+/* Latent attention around attention `attention`, which has one kv head and is KVL_LATENT. The linear before KVL_LATENT_KEYS
+ * has, from channel keys_at on, value_dim channels of the latent, then rope_dim others, all of the key; its first q_rank
+ * channels are the latent of queries, 0 = there is none. A head of a query has nope_dim channels, then rope_dim. out_dim: of
+ * a head's output. norm, q_norm: vectors [value_dim], [q_rank]. All sizes but nope_dim are multiples of 32. */
+typedef struct {
+    int32_t attention, keys_at, q_rank, nope_dim, rope_dim, out_dim, norm, q_norm;
+} kvl_latent;
+int32_t kvl_add_latent(kvl_model *model, const kvl_latent *latent); /* returns its index */
 /* A gated delta rule with its causal convolution. The linear before it has channels q, k (num_k_heads heads of k_dim),
  * v (num_v_heads heads of v_dim), all of which pass the convolution, then, from these channels on: gate_at as many as v,
  * beta_at and decay_at one for each value head. Value head h has key head h % num_k_heads if is_tiled is not 0, else

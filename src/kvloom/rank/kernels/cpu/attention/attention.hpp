@@ -5,9 +5,13 @@
 // whichever rows share its task or thread.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/kvcache.hpp"
 
 namespace kvl {
+
+constexpr int kMaxHeadDim = 576;  // of keys, and of values
 
 // Locates the cached tiles of one kv head of one sequence. table: the blocks of the sequence, each of `tiles` tiles, of
 // which block 0 of the cache has the first at `keys` and `values`.
@@ -19,6 +23,7 @@ struct PagedHead {
     int64_t key_stride, value_stride;  // bytes from a tile to the next one of its block
     int key_dim, value_dim;
     float softcap;  // of scores, which are in log2 units; 0 = none
+    bool is_shared;  // values are the first numbers of keys: V tiles are made of K tiles (ValueTiles)
     // of the sequence's tokens [tile * kBlockTokens, (tile + 1) * kBlockTokens)
     const uint8_t* key_tile(int64_t tile) const { return keys + at(tile, key_stride); }
     const uint8_t* value_tile(int64_t tile) const { return values + at(tile, value_stride); }
@@ -70,6 +75,41 @@ struct Chunk {
     int64_t first_key;
     int num_blocks, num_keys;
     const uint8_t *keys[kChunkBlocks], *values[kChunkBlocks];
+};
+
+// Makes the numbers of a V tile of those of a K tile, of its first `dims` dims. Unit: four of them.
+//
+// A K tile has for two dims and two keys a unit k0 d0, k0 d1, k1 d0, k1 d1, the units of all keys behind each other; a V
+// tile has d0 k0, d0 k1, d1 k0, d1 k1, the units of all dims behind each other.
+template <class Unit>
+void turn_tile(const uint8_t* keys, uint8_t* values, int dims) {
+    constexpr int kPairs = kBlockTokens / 2, kQuarter = int(sizeof(Unit)) * 2;
+    constexpr Unit kSecond = ((Unit(1) << kQuarter) - 1) << kQuarter, kMiddle = kSecond | kSecond << kQuarter;
+    for (int pair = 0; pair < dims / 2; pair++)
+        for (int k = 0; k < kPairs; k++) {
+            Unit unit;
+            std::memcpy(&unit, keys + (pair * kPairs + k) * sizeof(Unit), sizeof(Unit));
+            unit = (unit & ~kMiddle) | (unit >> kQuarter & kSecond) | (unit & kSecond) << kQuarter;
+            std::memcpy(values + (k * (dims / 2) + pair) * sizeof(Unit), &unit, sizeof(Unit));
+        }
+}
+
+// V tiles of a chunk whose values are the first numbers of its keys; an int8 value has its key's scale.
+template <class Cache>
+struct ValueTiles {
+    void take(const PagedHead& head, const Chunk& chunk) {
+        constexpr bool kIsInt8 = Cache::kFormat == KVL_KV_INT8;
+        constexpr int kScales = kIsInt8 ? kBlockTokens * 2 : 0;
+        for (int b = 0; b < chunk.num_blocks; b++) {
+            std::memcpy(tiles[b], chunk.keys[b], kScales);
+            using Unit = std::conditional_t<kIsInt8, uint32_t, uint64_t>;
+            turn_tile<Unit>(chunk.keys[b] + kScales, tiles[b] + kScales, head.value_dim);
+        }
+    }
+    void give(Chunk& chunk) const {
+        for (int b = 0; b < chunk.num_blocks; b++) chunk.values[b] = tiles[b];
+    }
+    alignas(64) uint8_t tiles[Chunk::kChunkBlocks][kBlockTokens * 2 * kMaxHeadDim];
 };
 
 // Computes the scores of ROWS queries with TILES K tiles, and stores those of query m at scores + m * kChunkKeys.
@@ -289,6 +329,30 @@ ChunkKernel chunk_kernel(int rows) {
     if constexpr (ROWS > 1)
         if (rows < ROWS) return chunk_kernel<Cache, ROWS - 1>(rows);
     return &attend_chunk<Cache, ROWS>;
+}
+
+// Attention of rows, in groups of kAttentionRows, over the part of a chunk that each group sees. values: of its blocks,
+// if they are not those in the cache.
+template <class Cache>
+void attend_groups(const PagedHead& head, const Query* queries, int rows, int64_t chunk, const ValueTiles<Cache>* values, Partials* out) {
+    for (int first = 0; first < rows; first += kAttentionRows) {
+        const int count = min_of(rows - first, kAttentionRows);
+        const int64_t end = max_of(queries[first].until, queries[first + count - 1].until);
+        if (chunk * kChunkKeys >= end) continue;
+        Chunk part(head, chunk, end);
+        if (values != nullptr) values->give(part);
+        chunk_kernel<Cache>(count)(head, queries + first, part, out[first / kAttentionRows]);
+    }
+}
+
+// The same over the chunks of positions [from, until) of a head that is_shared. Apart, because of its large stack.
+template <class Cache>
+__attribute__((noinline)) void attend_shared(const PagedHead& head, const Query* queries, int rows, int64_t from, int64_t until, Partials* out) {
+    ValueTiles<Cache> values;
+    for (int64_t chunk = from / kChunkKeys; chunk * kChunkKeys < until; chunk++) {
+        values.take(head, Chunk(head, chunk, until));
+        attend_groups<Cache>(head, queries, rows, chunk, &values, out);
+    }
 }
 
 }  // namespace kvl

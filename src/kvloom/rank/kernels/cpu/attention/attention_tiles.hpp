@@ -13,7 +13,6 @@ constexpr int kTileQueries = kTileGroups * kLanes;
 constexpr int kTaskRows = kAttentionGroups * kAttentionRows;  // most rows of a task on vector instructions
 constexpr int kMostGroups = max_of(kTileGroups, kAttentionGroups);
 static_assert(kTaskRows <= kTileQueries);
-constexpr int kMaxHeadDim = 576;  // of keys, and of values
 
 #ifdef KVL_HAS_TILES
 
@@ -382,12 +381,9 @@ void attend_rows(const PagedHead& head, const Query* queries, int rows, int64_t 
         own[m] = queries[m];
         own[m].numbers = Cache::factors_of(queries[m].as<typename Cache::Stored>(), head.key_dim, factors + m * kMaxHeadDim);
     }
+    if (head.is_shared) return attend_shared<Cache>(head, own, rows, from, until, out);
     for (int64_t chunk = from / kChunkKeys; chunk * kChunkKeys < until; chunk++)
-        for (int first = 0; first < rows; first += kAttentionRows) {
-            const int count = min_of(rows - first, kAttentionRows);
-            const int64_t end = max_of(own[first].until, own[first + count - 1].until);
-            if (chunk * kChunkKeys < end) chunk_kernel<Cache>(count)(head, own + first, Chunk(head, chunk, end), out[first / kAttentionRows]);
-        }
+        attend_groups<Cache>(head, own, rows, chunk, nullptr, out);
 }
 
 }  // namespace kvl

@@ -36,7 +36,7 @@ void Step::plan_attention(const kvl_attention& shape) {
     std::vector<AttentionTask>& tasks = tasks_.emplace_back();
     // with few tokens a task is a single group, so that there are more tasks than threads
     const int of_words = batch_.num_tokens >= kFusedTokens ? kTaskRows : kAttentionRows;
-    const int at_once = attends_in_tiles_ ? kTileQueries : of_words;
+    const int at_once = attends_in_tiles_ && shape.projected != KVL_LATENT ? kTileQueries : of_words;
     for (int s = 0; s < batch_.num_seqs; s++) {
         const int rows = (batch_.qstart[s + 1] - batch_.qstart[s]) * heads_per_kv;
         const int tiles = (rows + at_once - 1) / at_once;
@@ -162,7 +162,7 @@ void Step::ask_for(int64_t index, const kvl_instruction& attention) const {
     if (batch_.qstart[task.sequence + 1] - token > 1) return;
     const PagedHead head = head_of(task, attention);
     const int64_t key_bytes = kv_tile_bytes(shape_.kv_format, head.key_dim);
-    const int64_t value_bytes = kv_tile_bytes(shape_.kv_format, head.value_dim);
+    const int64_t value_bytes = head.is_shared ? 0 : kv_tile_bytes(shape_.kv_format, head.value_dim);
     const int64_t most = std::max<int64_t>(1, kAskedKvBytes / (key_bytes + value_bytes));
     const int64_t passed = attention.window > 0 ? std::max<int64_t>(0, position + 1 - attention.window) : 0;
     const int64_t first = passed / kBlockTokens;
@@ -187,7 +187,8 @@ PagedHead Step::head_of(const AttentionTask& task, const kvl_instruction& attent
             own.num_kv_heads * value_bytes,
             own.key_dim,
             own.value_dim,
-            shape_.attention_softcap * kLog2E};
+            shape_.attention_softcap * kLog2E,
+            own.projected == KVL_LATENT};
 }
 
 // Zeros the padding behind `width` floats of a row, which a layer with a wider output may have left there.
@@ -200,7 +201,8 @@ bool Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
     const PagedHead head = head_of(task, instruction);
     Query queries[kTileQueries];
     Partials partials[kMostGroups];
-    const int each = attends_in_tiles_ ? kLanes : kAttentionRows;  // rows per group
+    const bool in_tiles = attends_in_tiles_ && !head.is_shared;
+    const int each = in_tiles ? kLanes : kAttentionRows;  // rows per group
     alignas(64) float sums[kTileQueries * kMaxHeadDim];
     std::fill(sums, sums + rows * dim, 0.0f);
     for (int g = 0; g < kMostGroups; g++) partials[g].sums = sums + g * each * dim;
@@ -219,7 +221,7 @@ bool Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
     const bool in_pairs = model_.unit == KVL_PAIRS;
     const auto of_bf16 = in_pairs ? attend_rows<Bf16Pairs, Bf16Tiles> : attend_rows<Bf16Cache, Bf16Tiles>;
     const auto attend = shape_.kv_format == KVL_KV_INT8 ? attend_rows<Int8Cache, Int8Tiles> : of_bf16;
-    attend(head, queries, rows, from, until, attends_in_tiles_, partials);
+    attend(head, queries, rows, from, until, in_tiles, partials);
     if (!claim.wins()) return false;
     const float* sinks = vector(instruction.vector);
     const bool is_fused = does_next(instruction);

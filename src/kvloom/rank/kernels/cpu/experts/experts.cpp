@@ -85,7 +85,7 @@ void Step::choose_row(const kvl_mixture& mixture, int64_t row, int thread, Choic
     float* own = logits.row(scratch_.capacity + thread);
     std::memcpy(own, logits.row(row), size_t(mixture.num_experts) * sizeof(float));
     const Routing routing{mixture.num_experts, mixture.per_token, mixture.weighs_chosen != 0, mixture.is_sigmoid != 0,
-                          mixture.groups, mixture.kept_groups, mixture.scale, vector(mixture.correction)};
+                          mixture.groups, mixture.kept_groups, mixture.scale, mixture.group_best, vector(mixture.correction)};
     if (routing.is_plain()) return choose(own, mixture.num_experts, mixture.per_token, routing.weighs_chosen, out);
     choose(own, logits.row(scratch_.capacity + model_.pool.size() + thread), routing, out);
 }

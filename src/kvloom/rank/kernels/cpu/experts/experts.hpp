@@ -70,13 +70,14 @@ inline void choose(float* logits, int num_experts, int count, bool weighs_chosen
 }
 
 // How experts are chosen by scores: softmax or sigmoid of the logits, plus `correction` for the choice alone. Of `groups`
-// of equal size only the `kept_groups` with the largest sums of their two largest are chosen from. An expert's weight is
+// of equal size only the `kept_groups` with the largest sums of their `group_best` (1 or 2) largest are chosen from. An expert's weight is
 // its score, divided by those of all that are chosen if weighs_chosen, times `scale`.
 struct Routing {
     int num_experts, per_token;
     bool weighs_chosen, is_sigmoid;
     int groups, kept_groups;
     float scale;
+    int group_best;
     const float* correction;  // [num_experts]; null = none
 
     // Whether choose() does the same.
@@ -108,7 +109,7 @@ inline void drop_groups(float* ranks, const Routing& routing) {
             next = std::max(next, std::min(best, ranks[e]));
             best = std::max(best, ranks[e]);
         }
-        return best + next;
+        return routing.group_best == 1 ? best : best + next;
     };
     std::array<float, kMostGroupsOfExperts> sums;
     for (int g = 0; g < routing.groups; g++) sums[size_t(g)] = sum_of(g);

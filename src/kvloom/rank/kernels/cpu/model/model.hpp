@@ -112,6 +112,7 @@ struct Scratch {
     std::vector<float*> unit;           // [threads] floats of the unit that a thread computes (step/fused.cpp)
     std::vector<Activations> own;       // small steps: every thread quantises for itself, so no barrier is needed
     std::vector<float*> row;            // one row of floats per thread
+    std::vector<Activations> heads;     // [threads] inputs of the products of heads (attention/latent.cpp)
     std::vector<float*> mixer;          // [threads] what mixers work in
     int64_t widest;
     ExpertScratch experts;
@@ -156,6 +157,7 @@ struct kvl_model {
     std::vector<kvl_attention> attentions;
     std::vector<int> plans;  // [attentions] number among those with other numbers of heads: these share a step's tasks
     std::vector<kvl_mixture> mixtures;
+    std::vector<kvl_latent> latents;
     std::vector<kvl_delta_rule> delta_rules;
     std::vector<kvl_short_conv> short_convs;
     std::vector<kvl_convolution> convolutions;

@@ -297,7 +297,8 @@ int32_t kvl_add_attention(kvl_model* model, const kvl_attention* attention) {
     return kvl::or_out_of_memory([=] {
         const std::vector<kvl_attention>& others = model->attentions;
         const auto is_alike = [&](const kvl_attention& other) {
-            return other.num_heads == attention->num_heads && other.num_kv_heads == attention->num_kv_heads;
+            return other.num_heads == attention->num_heads && other.num_kv_heads == attention->num_kv_heads &&
+                   (other.projected == KVL_LATENT) == (attention->projected == KVL_LATENT);
         };
         const auto first = std::find_if(others.begin(), others.end(), is_alike);
         const int next = others.empty() ? 0 : *std::max_element(model->plans.begin(), model->plans.end()) + 1;

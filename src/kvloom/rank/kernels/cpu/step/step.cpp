@@ -40,7 +40,8 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
         return most;
     };
     const auto has = [&](const auto& is_one) { return std::any_of(model.program.begin(), model.program.end(), is_one); };
-    const int64_t qkv = widest_to(KVL_TO_QKV), inputs = widest_to(KVL_TO_INPUTS);
+    outputs = std::max(outputs, widest_latent(model));
+    const int64_t qkv = std::max(widest_to(KVL_TO_QKV), widest_latent(model)), inputs = widest_to(KVL_TO_INPUTS);
     const bool is_gated = has([](const kvl_instruction& i) { return i.is_gated != 0; });
     const int64_t beside = has([](const kvl_instruction& i) { return i.kind == KVL_NORM_BRANCH; }) ? hidden : 0;
     const int64_t widest = s.widest = std::max({hidden, mlp, outputs, widest_mixer(model)});
@@ -62,6 +63,7 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
     s.row.resize(size_t(model.pool.size()));
     for (Activations& own : s.own) own = take_activations(at, kOwnTokens, widest);
     for (float*& row : s.row) row = take<float>(at, widest);
+    at = lay_out_latents(s, model, at);
     return lay_out_mixers(s, model, tokens, lay_out_experts(s, model, tokens, at));
 }
 
@@ -92,6 +94,9 @@ void Step::execute(const kvl_instruction& instruction, int thread) {
         case KVL_QUANT: return quantize(instruction, thread);
         case KVL_LINEAR: return multiply(instruction, thread);
         case KVL_ROPE_KV: return place_heads(instruction, thread);
+        case KVL_LATENT_KEYS: return place_latents(instruction, thread);
+        case KVL_LATENT_QUERIES: return make_queries(instruction, thread);
+        case KVL_LATENT_VALUES: return make_values(instruction, thread);
         case KVL_ATTENTION: return attend(instruction, thread);
         case KVL_SHORT_CONV:
         case KVL_CONVOLUTION:

@@ -28,6 +28,9 @@ constexpr int kFusedTokens = 64;     // from so many tokens on, instructions are
 
 // Places the scratch memory of the experts for `tokens` tokens at `at`; returns its end.
 uint8_t* lay_out_experts(Scratch& s, const kvl_model& model, int64_t tokens, uint8_t* at);
+// The same of latent attention, and the floats of a row that it needs of qkv and attended.
+uint8_t* lay_out_latents(Scratch& s, const kvl_model& model, uint8_t* at);
+int64_t widest_latent(const kvl_model& model);
 
 // Attention of a few query rows of one kv head of one sequence over all keys that they see.
 struct AttentionTask {
@@ -40,6 +43,11 @@ struct AttentionTask {
 struct Place {
     uint8_t *block, *window;
     int tile, slot;
+};
+
+// What the products of all heads have in common: their number, and the sizes of a head's input and output.
+struct HeadProduct {
+    int64_t heads, in, out;
 };
 
 // A range [begin, end) of rows or instructions.
@@ -127,6 +135,13 @@ class Step {
     void up_panel(const kvl_instruction& instruction, int64_t group, int64_t index, int thread);
     void multiply_down(const kvl_instruction& instruction, int thread);
     void down_panel(const kvl_instruction& instruction, int64_t group, int64_t index, int thread);
+    template <class Cache>
+    void place_latent(const kvl_instruction& instruction, int64_t token);
+    void place_latents(const kvl_instruction& instruction, int thread);
+    template <class From, class Use>
+    void multiply_heads(const kvl_instruction& instruction, const HeadProduct& product, int thread, const From& from, const Use& use);
+    void make_queries(const kvl_instruction& instruction, int thread);
+    void make_values(const kvl_instruction& instruction, int thread);
     void attend(const kvl_instruction& instruction, int thread);
     void ask_for(int64_t index, const kvl_instruction& attention) const;
     bool attend_task(const AttentionTask& task, const kvl_instruction& instruction, Claim& claim);
@@ -182,6 +197,7 @@ class Step {
     bool is_small(int64_t rows) const { return rows <= kOwnTokens; }
     const Rows& source_of(const kvl_instruction& quant) const {
         if (quant.source == KVL_FROM_RESIDUAL) return scratch_.residual;
+        if (quant.source == KVL_FROM_QKV) return scratch_.qkv;
         if (quant.source == KVL_FROM_MIXER) return scratch_.mixed;
         return quant.source == KVL_FROM_MLP ? scratch_.mlp : scratch_.attended;
     }
