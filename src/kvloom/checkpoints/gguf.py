@@ -142,7 +142,7 @@ def config_of(header: Header, file: str) -> tuple[str, dict[str, Any]]:
     config["use_sliding_window"] = config.get("sliding_window") is not None
     config |= {key: name in header.tensors for key, name in _TOLD_BY_TENSORS.items()}
     config["rope_scaling"] = _rope_scaling(arch, metadata)
-    if arch == "bert":
+    if arch in ("bert", "nomic-bert"):
         config |= _unsaid_by_encoders(header)
     if arch == "gemma4":
         has = {part: {name for name in header.tensors if name.endswith(f".attn_{part}.weight")} for part in "kv"}

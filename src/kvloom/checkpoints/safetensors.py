@@ -19,7 +19,10 @@ from kvloom.contract.errors import ModelError
 
 _PREFIX = "model."
 # as sentence-transformers saves a decoder: ""; as models that read pictures too hold theirs; encoders; Mamba's kin
-_PREFIXES = (_PREFIX, "", "language_model.model.", "model.language_model.", "bert.", "roberta.", "backbone.")
+_PREFIXES = (
+    *(_PREFIX, "", "language_model.model.", "model.language_model."),
+    *("bert.", "roberta.", "nomic_bert.", "backbone."),
+)
 TOP_NAMES = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm.weight",

@@ -20,6 +20,9 @@ _MODULES = {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"} 
 
 def decoder_classes(config: Mapping[str, Any], source: SafetensorsSource, num_states: int) -> Embedding:
     """The head of ...ForSequenceClassification over a decoder: `score` of the last token's state. Raises ModelError."""
+    for key in ("classifier_pooling", "clf_pooling"):  # EuroBERT's: an MLP over all states
+        if config.get(key) is not None:
+            raise ModelError(f"configuration: {key} is not supported, got {short(config[key])}")
     labels = labels_of(config)
     score = Dense(source.floats("score.weight", (len(labels), num_states)))
     return Embedding(LAST, num_states, (score,), labels, activation_of(config, len(labels)))
@@ -30,9 +33,8 @@ def encoder_classes(config: Mapping[str, Any], source: SafetensorsSource, num_st
     ModelError.
     """
     labels = labels_of(config)
-    first, last = (
-        ("bert.pooler.dense", "classifier") if family == "bert" else ("classifier.dense", "classifier.out_proj")
-    )
+    pooler = {"bert": "bert.pooler.dense", "nomic-bert": "nomic_bert.pooler.dense"}.get(family)
+    first, last = (pooler, "classifier") if pooler else ("classifier.dense", "classifier.out_proj")
     layers = (
         _layer(source, first, (num_states, num_states), "Tanh"),
         _layer(source, last, (len(labels), num_states), "Identity"),

@@ -18,7 +18,7 @@ from kvloom.checkpoints.families.known.granite import GRANITE, GRANITE_MOE, GRAN
 from kvloom.checkpoints.families.known.granite_hybrid import GRANITE_HYBRID, GRANITE_HYBRID_GGUF
 from kvloom.checkpoints.families.known.hunyuan import HUNYUAN
 from kvloom.checkpoints.families.known.lfm2 import LFM2, LFM2_GGUF, LFM2_MOE
-from kvloom.checkpoints.families.known.llama import LLAMA, SMOLLM3
+from kvloom.checkpoints.families.known.llama import EUROBERT, LLAMA, SMOLLM3
 from kvloom.checkpoints.families.known.mamba import MAMBA2, MAMBA2_GGUF
 from kvloom.checkpoints.families.known.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from kvloom.checkpoints.families.known.mistral4 import MISTRAL4
@@ -31,6 +31,7 @@ from kvloom.checkpoints.families.known.mixtures import (
     QWEN3_MOE_GGUF,
 )
 from kvloom.checkpoints.families.known.nemotron import NEMOTRON, NEMOTRON_GGUF
+from kvloom.checkpoints.families.known.nomic import NOMIC
 from kvloom.checkpoints.families.known.olmo import OLMO2, OLMO3
 from kvloom.checkpoints.families.known.phi3 import PHI3
 from kvloom.checkpoints.families.known.qwen import QWEN2, QWEN3
@@ -108,6 +109,10 @@ FAMILIES: dict[str, Family] = {
     "bert": BERT,
     "RobertaModel": ROBERTA,
     "XLMRobertaModel": ROBERTA,
+    "NomicBertModel": NOMIC,
+    "nomic-bert": NOMIC,
+    "EuroBertModel": EUROBERT,
+    "eurobert": EUROBERT,
     "llama": LLAMA,  # general.architecture of GGUF from here on
     "mistral": MISTRAL,
     "mistral3": MINISTRAL3,

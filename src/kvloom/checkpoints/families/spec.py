@@ -73,11 +73,15 @@ class LayerInputs:
 class Encoder:
     """BERT's shape (Devlin et al. 2019): rows for positions and token types are added to embeddings, which are normed;
     MLPs have an exact gelu and no gate; every linear has a bias; norms are LayerNorms, none of them behind the last.
+
+    Without `num_positions` there are no rows for positions; with `is_gated` MLPs have a gate, and no linear of them has
+    a bias (Nomic Embed, arXiv 2402.01613, section 3).
     """
 
     num_positions: int
     first_position: int  # row of a sequence's first token
     num_types: int
+    is_gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +200,7 @@ class DecoderSpec:
     @property
     def gates_mlps(self) -> bool:
         """Whether MLPs have a gate."""
-        return self.encoder is None and self.activation != "relu2"
+        return self.activation != "relu2" and (self.encoder is None or self.encoder.is_gated)
 
     def with_mixers(self, mixers: Sequence[Mixer | None]) -> "DecoderSpec":
         """The same model with other mixers, one for each layer."""
@@ -229,7 +233,8 @@ class DecoderSpec:
     def _dense_shapes(self, layer: int) -> Shapes:
         """Of a layer's dense MLP."""
         size = self.mlp_size(layer)
-        biases: Shapes = {"up_bias": (size,), "down_bias": (self.hidden,)} if self.encoder else {}
+        has_biases = self.encoder is not None and not self.encoder.is_gated
+        biases: Shapes = {"up_bias": (size,), "down_bias": (self.hidden,)} if has_biases else {}
         return _mlp_shapes(self.hidden, size, self.gates_mlps) | biases
 
     def _input_shapes(self) -> Shapes:
@@ -250,8 +255,8 @@ class DecoderSpec:
             return {"norm": (self.hidden,), **table, "layer_mix_norm": (inputs.size,)}
         if own is None:
             return {"norm": (self.hidden,)}
-        return {
-            "positions": (own.num_positions, self.hidden),
+        table = {"positions": (own.num_positions, self.hidden)} if own.num_positions else {}
+        return table | {
             "types": (own.num_types, self.hidden),
             "embed_norm": (self.hidden,),
             "embed_norm_bias": (self.hidden,),

@@ -12,18 +12,24 @@ from kvloom.engine.text.gguf_ends import named_id
 
 _BYTE = 6  # token type of GGUF
 _MARK = "▁"
+_BOS, _CLS = "tokenizer.ggml.bos_token_id", "tokenizer.ggml.cls_token_id"
 _LONGEST_WORD = 100  # letters, of BERT's own tokenizer: a longer word is unknown
 
 
 def word_pieces(meta: Mapping[str, Any], tokens: list[str], file: str) -> FastTokenizer:
-    """Files mark where words begin, not where they go on. Whether letters are lowered is not said: they are where no
-    piece has a capital letter. Raises ModelError.
+    """Files mark where words begin, not where they go on. Older files do not say whether letters are lowered:
+    they are where no piece has a capital letter. Raises ModelError.
     """
     vocab = {_piece(text): i for i, text in enumerate(tokens)}
-    cls, sep, unknown = (_named(meta, tokens, name, file) for name in ("cls", "seperator", "unknown"))
+    first = "bos" if _BOS in meta and _CLS not in meta else "cls"  # as newer converters call it
+    cls, sep, unknown = (_named(meta, tokens, name, file) for name in (first, "seperator", "unknown"))
     fast = FastTokenizer(WordPiece(vocab, unk_token=unknown, max_input_chars_per_word=_LONGEST_WORD))
     has_capitals = any(text != text.lower() for text in tokens if text.startswith(_MARK))
-    fast.normalizer = normalizers.BertNormalizer(lowercase=not has_capitals)
+    lowers, strips = (meta.get(f"tokenizer.ggml.normalizer.{name}") for name in ("lowercase", "strip_accents"))
+    fast.normalizer = normalizers.BertNormalizer(
+        lowercase=not has_capitals if lowers is None else lowers is True,
+        strip_accents=None if strips is None else strips is True,
+    )
     fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     fast.decoder = decoders.WordPiece()
     ends = [(cls, vocab[cls]), (sep, vocab[sep])]

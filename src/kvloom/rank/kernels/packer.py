@@ -83,7 +83,7 @@ class Packer:
             self._declare_inputs(spec.layer_inputs.size)
         for layer in range(spec.num_layers):
             self._declare_mixer(layer)
-            if spec.encoder is not None:
+            if spec.encoder is not None and not spec.gates_mlps:
                 self._declare_ungated(f"layers.{layer}.")
             elif spec.has_dense(layer):
                 idle_bytes += self._declare_mlp(layer)
@@ -278,7 +278,8 @@ class Packer:
 
     def _declare_beginning(self, encoder: Encoder) -> None:
         """What is added to the embeddings, and their norm."""
-        tables = {"vector": self._program.vector("positions"), "vector2": self._program.vector("types")}
+        positions = self._program.vector("positions") if encoder.num_positions else cpu_abi.NONE
+        tables = {"vector": positions, "vector2": self._program.vector("types")}
         self._program.emit(cpu_abi.ADD_POSITIONS, source=encoder.first_position, **tables)
         self._emit_layer_norm("embed_norm")
 

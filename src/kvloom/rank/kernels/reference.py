@@ -22,7 +22,7 @@ from kvloom.rank.kernels.backend import Choices, Draw, Head, Ints, Ragged, most_
 from kvloom.rank.kernels.layer_table import TABLE, LayerTable
 from kvloom.rank.kernels.reference_cache import Context, KvCache
 from kvloom.rank.kernels.reference_latents import latent_key, latent_output, latent_queries
-from kvloom.rank.kernels.reference_math import attended, capped, grown, mask_of, normed, rotate, routed, turns_of
+from kvloom.rank.kernels.reference_math import attended, capped, gated, grown, mask_of, normed, rotate, routed, turns_of
 from kvloom.rank.kernels.reference_mixers import MixerInput, mix
 from kvloom.rank.parallel.mesh import Mesh
 from kvloom.rank.parallel.shard import ShardedWeights, shard_pair, shard_spec
@@ -217,8 +217,9 @@ class ReferenceBackend:
         x, encoder = self._w["embed"][ids] * self.spec.embed_scale, self.spec.encoder
         if encoder is None:
             return x
-        more = self._w["types"][torch.zeros_like(pos) if types is None else types]
-        return self._norm(x + more + self._w["positions"][pos + encoder.first_position], "embed_norm")
+        x = x + self._w["types"][torch.zeros_like(pos) if types is None else types]
+        x = x + self._w["positions"][pos + encoder.first_position] if encoder.num_positions else x
+        return self._norm(x, "embed_norm")
 
     def _layer_inputs(self, ids: Ints, x: Tensor) -> Tensor:
         """What each layer gets besides x [T, hidden]: [T, layers, size]; empty if there is nothing."""
@@ -251,7 +252,7 @@ class ReferenceBackend:
             elif own.has_mlp:
                 x = self._branch(x, at + "mlp", functools.partial(self._experts if own.has_experts else self._mlp, at))
             if spec.layer_inputs:
-                added = self._gate(self._linear(x, at + "input_gate")) * inputs[:, layer]
+                added = gated(spec, self._linear(x, at + "input_gate"), inputs[:, layer])
                 x = x + self._norm(self._linear(added, at + "input_out"), at + "input_post_norm")
             x = x * self._w[at + "scalar"] if spec.scales_layers else x
         return x if spec.encoder else self._norm(x, "norm")
@@ -344,23 +345,16 @@ class ReferenceBackend:
         return y if pair is None else y + pair.scale * F.linear(F.linear(x, pair.a), pair.b)
 
     def _mlp(self, at: str, x: Tensor) -> Tensor:
-        if self.spec.encoder:
+        if self.spec.encoder and not self.spec.gates_mlps:
             return self._linear(F.gelu(self._linear(x, at + "up")), at + "down")
         return self._mesh.sum(self._linear(self._activated(at, x), at + "down"))
 
     def _activated(self, at: str, x: Tensor) -> Tensor:
         """Input of the down projection."""
-        spec, up = self.spec, self._linear(x, at + "up")
-        if spec.activation == "relu2":
+        up = self._linear(x, at + "up")
+        if self.spec.activation == "relu2":
             return F.relu(up).square()
-        gate = self._linear(x, at + "gate")
-        if spec.activation == "clamped":
-            gate, up = gate.clamp(max=spec.glu_limit), up.clamp(-spec.glu_limit, spec.glu_limit)
-            return gate * torch.sigmoid(spec.glu_alpha * gate) * (up + 1)
-        return self._gate(gate) * up
-
-    def _gate(self, x: Tensor) -> Tensor:
-        return F.silu(x) if self.spec.activation == "silu" else F.gelu(x, approximate="tanh")
+        return gated(self.spec, self._linear(x, at + "gate"), up)
 
     def _both(self, at: str, x: Tensor) -> Tensor:
         """What MLP and experts together give for the residual stream x; see Experts.has_dense."""

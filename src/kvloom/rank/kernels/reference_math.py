@@ -46,6 +46,14 @@ def capped(x: Tensor, softcap: float) -> Tensor:
     return torch.tanh(x / softcap) * softcap if softcap else x
 
 
+def gated(spec: DecoderSpec, gate: Tensor, up: Tensor) -> Tensor:
+    """`up` times the activation of `gate`, both [T, channels]."""
+    if spec.activation == "clamped":
+        gate, up = gate.clamp(max=spec.glu_limit), up.clamp(-spec.glu_limit, spec.glu_limit)
+        return gate * torch.sigmoid(spec.glu_alpha * gate) * (up + 1)
+    return (F.silu(gate) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
 def grown(spec: DecoderSpec, q: Tensor, pos: Tensor) -> Tensor:
     """Queries [T, heads, dim], larger at later positions [T] where the model has that."""
     if not spec.query_growth:

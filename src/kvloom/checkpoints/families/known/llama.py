@@ -1,7 +1,17 @@
-"""Llama 1 to 3 and the many models of the same shape (SmolLM2 among them); SmolLM3, where some layers have no RoPE."""
+"""Llama 1 to 3 and the many models of the same shape (SmolLM2 among them); SmolLM3, where some layers have no RoPE;
+EuroBERT, whose tokens see later ones.
+"""
+
+from collections.abc import Mapping
+from typing import Any
 
 from kvloom.checkpoints.families.expert_layers import Mixture
 from kvloom.checkpoints.families.family import Family
+
+
+def _seeing_ahead(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"is_causal": False}
+
 
 LLAMA = Family("llama", permuted_gguf=True, mixture=Mixture(is_optional=True))  # GGUF files call Mixtral llama, too
 SMOLLM3 = Family(
@@ -16,3 +26,4 @@ SMOLLM3 = Family(
         "rope_theta": 2e6,
     },
 )
+EUROBERT = Family("eurobert", translated=_seeing_ahead, defaults={"rms_norm_eps": 1e-5})

@@ -106,7 +106,8 @@ enum {
     KVL_STATES = 10,         /* writes `states` after RMSNorm with weights `vector` (-1 = without norm): the end of a
                                 model without a head */
     KVL_ADD_POSITIONS = 11,  /* adds two rows to each token of the residual stream: row (position + `source`) of
-                                `vector` [positions][hidden], and row (type) of `vector2` [types][hidden] */
+                                `vector` [positions][hidden] (-1 = none), and row (type) of `vector2`
+                                [types][hidden] */
     KVL_LAYER_NORM = 12,     /* LayerNorm of the residual stream in place: weights `vector`, biases `vector2` */
     KVL_DELTA_RULE = 13,     /* delta rule `layer` of the rows that a linear wrote with KVL_TO_QKV, and of each sequence's
                                 state, which it brings up to date */

@@ -131,9 +131,14 @@ void Step::embed(int64_t token) {
 void Step::add_positions(const kvl_instruction& instruction, int thread) {
     const int64_t hidden = shape_.hidden;
     for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++) {
-        const float* position = vector(instruction.vector) + (batch_.pos[t] + instruction.source) * hidden;
+        float* row = scratch_.residual.row(t);
         const float* type = vector(instruction.vector2) + (batch_.types ? batch_.types[t] : 0) * hidden;
-        for (int64_t k = 0; k < hidden; k++) scratch_.residual.row(t)[k] += position[k] + type[k];
+        if (instruction.vector < 0) {
+            for (int64_t k = 0; k < hidden; k++) row[k] += type[k];
+            continue;
+        }
+        const float* position = vector(instruction.vector) + (batch_.pos[t] + instruction.source) * hidden;
+        for (int64_t k = 0; k < hidden; k++) row[k] += position[k] + type[k];
     }
 }
 
