@@ -9,7 +9,7 @@ import transformers
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.families import FAMILIES, family_of
-from kvloom.checkpoints.families.mixers import Mamba2, ShortConv
+from kvloom.checkpoints.families.mixers import LatentAttention, Mamba2, ShortConv
 from kvloom.checkpoints.gguf import config_of
 from kvloom.checkpoints.metadata import Header, TensorInfo, config_keys
 from kvloom.contract.errors import ModelError
@@ -105,8 +105,9 @@ FOLDERS = [name for name in FAMILIES if name.endswith("ForCausalLM") and name no
 def test_a_folder_that_says_only_its_sizes_is_what_transformers_makes_of_it(name: str):
     of_text = name.startswith(("Gemma3", "Gemma4", "Qwen3_5"))
     kind = name.replace("ForCausalLM", "TextConfig" if of_text else "Config")
-    theirs = getattr(transformers, kind)(**BARE)
-    spec = FAMILIES[name].spec(BARE)
+    bare = BARE | ({"n_group": 2, "topk_group": 1} if name == "DeepseekV3ForCausalLM" else {})  # of four experts
+    theirs = getattr(transformers, kind)(**bare)
+    spec = FAMILIES[name].spec(bare)
     window = getattr(theirs, "sliding_window", None) if getattr(theirs, "use_sliding_window", True) else None
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 8
     assert [mixer.window for _, mixer in spec.attention] == [
@@ -134,6 +135,11 @@ def test_a_folder_that_says_only_its_sizes_is_what_transformers_makes_of_it(name
     of_layers = theirs.per_layer_config if name.startswith("Gemma4") else [theirs] * 8
     for index, mixer in spec.attention:
         own = of_layers[index]
+        if isinstance(mixer, LatentAttention):
+            sizes = mixer.kv_rank, mixer.rope_dim, mixer.nope_dim, mixer.out_dim, mixer.q_rank
+            keys = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank")
+            assert sizes == tuple(getattr(own, key) for key in keys)
+            continue
         head_dim = getattr(own, "head_dim", None) or 1024 // 32
         assert (mixer.num_kv_heads, mixer.head_dim) == (own.num_key_value_heads, head_dim)
     assert spec.norm_eps == (theirs.norm_eps if name.startswith("Lfm2") else theirs.rms_norm_eps)

@@ -26,11 +26,11 @@ GLM4_MOE_LITE = replace(
     name="glm4_moe_lite",
     defaults={
         **_EXPERTS,
+        "kv_lora_rank": 512,
         "q_lora_rank": 768,
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 192,
         "v_head_dim": 256,
-        "n_routed_experts": 64,
         "moe_intermediate_size": 1536,
         "routed_scaling_factor": 1.8,
         "max_position_embeddings": 202752,
