@@ -162,7 +162,7 @@ def test_a_mixed_file_is_told_for_what_it_is():
     backend = CpuBackend(MIXED, mixed_weights(), 4, CpuOptions("stored"))
     assert backend.held_as == "as the file has them (9 in 4 bits, 3 in 5 bits, 2 in 6 bits, 1 in 8 bits)"
     backend = CpuBackend(MIXED, mixed_weights(**THIN_KINDS), 4, CpuOptions("stored"))
-    assert backend.held_as == "as the file has them (6 in 2 bits, 6 in 3 bits, 3 in 4 bits)"
+    assert backend.held_as == "as the file has them (1 in 1 bits, 9 in 2 bits, 4 in 3 bits, 1 in 4 bits)"
 
 
 @EACH_MODEL

@@ -198,7 +198,7 @@ def test_a_folder_that_holds_one_gguf_file_is_that_model(tmp_path):
         open_checkpoint(path.parent)
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "nvfp4", "quanto"])
+@pytest.mark.parametrize("method", ["hqq", "nvfp4", "quanto"])
 def test_folders_quantised_otherwise_are_refused_by_name(method, tmp_path):
     folder = save(tiny_model("llama"), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
