@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -328,7 +329,7 @@ BASE = {
 def tiny_model(name: str, **fields: Any) -> transformers.PreTrainedModel:
     """A random model of a family, its biases and norms random too. `fields` override its configuration."""
     family, own = TINY_MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**BASE, **own, **fields})
+    config = getattr(transformers, f"{family}Config")(**deepcopy({**BASE, **own, **fields}))  # it changes its values
     torch.manual_seed(0)
     model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     model.set_attn_implementation("eager")  # other attention implementations ignore soft caps
