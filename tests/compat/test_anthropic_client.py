@@ -8,6 +8,7 @@ import pydantic
 import pytest
 
 from tests.support.lazily import lazily
+from tests.support.retries import waits
 from tests.support.servers import MODEL, FakeServer, fake_server
 
 anthropic = lazily("anthropic")
@@ -137,20 +138,9 @@ def test_a_prompt_that_is_too_long_says_so_in_anthropics_words(client: anthropic
 
 
 def test_a_server_that_starts_again_is_asked_again_after_the_time_that_it_says(monkeypatch: pytest.MonkeyPatch):
-    waited = list[float]()
     with fake_server() as server, anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=2) as client:
-        asked = client._calculate_retry_timeout
-
-        def wait(*given: object, **named: object) -> float:
-            waited.append(asked(*given, **named))
-            server.health.is_draining = len(waited) < 2
-            return 0
-
-        monkeypatch.setattr(client, "_calculate_retry_timeout", wait)
-        server.health.is_draining = True
-        assert client.messages.create(**FIELDS).content
+        assert waits(client, server, lambda: client.messages.create(**FIELDS).content, monkeypatch) == [2, 2]
         server.health.is_draining = True
         with pytest.raises(anthropic.APIStatusError) as busy:
             client.with_options(max_retries=0).messages.create(**FIELDS)
-    assert waited == [2, 2]
     assert (busy.value.status_code, busy.value.body["error"]["type"]) == (503, "overloaded_error")

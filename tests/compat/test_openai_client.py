@@ -9,6 +9,7 @@ import pydantic
 import pytest
 
 from tests.support.lazily import lazily
+from tests.support.retries import waits
 from tests.support.servers import MODEL, FakeServer, fake_server
 
 openai = lazily("openai")
@@ -178,16 +179,8 @@ def test_a_prompt_that_is_too_long_has_the_code_that_programs_look_for(client: o
 
 
 def test_a_server_that_starts_again_is_asked_again_after_the_time_that_it_says(monkeypatch: pytest.MonkeyPatch):
-    waited = list[float]()
+    def ask() -> object:
+        return client.chat.completions.create(model=MODEL, messages=MESSAGES, **GREEDY).choices
+
     with fake_server() as server, openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=2) as client:
-        asked = client._calculate_retry_timeout
-
-        def wait(*given: object, **named: object) -> float:
-            waited.append(asked(*given, **named))
-            server.health.is_draining = len(waited) < 2
-            return 0
-
-        monkeypatch.setattr(client, "_calculate_retry_timeout", wait)
-        server.health.is_draining = True
-        assert client.chat.completions.create(model=MODEL, messages=MESSAGES, **GREEDY).choices
-    assert waited == [2, 2]
+        assert waits(client, server, ask, monkeypatch) == [2, 2]

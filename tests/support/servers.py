@@ -142,13 +142,14 @@ def fake_server(
     """All `names` are served by one engine; without `has_eos` answers end at their length only.
 
     `keys`: API keys, one of which every request needs; `policy`: origins of pages that may call; `wrap`: middleware
-    around the app; `make_runner`: another model. `config` goes into EngineConfig, `card` into ModelCard. Requests
-    without a seed repeat their answers, unless `seed` is None; one token in 97 ends an answer.
+    around the app; `make_runner`: another model. `config` goes into EngineConfig, `card` into ModelCard. The engine
+    guesses only where `config` says so, because what pays depends on the time that steps take. Requests without a seed
+    repeat their answers, unless `seed` is None; one token in 97 ends an answer.
     """
     tokenizer = tokenizer or ByteTokenizer()
     if not has_eos:
         tokenizer.eos_ids = frozenset()
-    engine_config = EngineConfig(backend="fake", **{"seed": 0, **config})
+    engine_config = EngineConfig(backend="fake", **{"seed": 0, "num_speculative_tokens": 0, **config})
     shape = EngineConfig(backend="fake", num_blocks=512, max_seq_len=max_seq_len, fake_step_s=step_s)
     engine = _engine(engine_config, shape, tokenizer, make_runner)
     made: list[FakeServer] = []

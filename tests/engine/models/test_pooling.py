@@ -68,6 +68,7 @@ def test_embeddings_share_steps_with_generations():
     assert engine.stats().total_output_tokens == 24
 
 
+@pytest.mark.usefixtures("swaps_always")
 @pytest.mark.parametrize("num_host_blocks", [0, 16])
 def test_a_preempted_embedding_is_the_same(num_host_blocks: int):
     """Two long prompts, computed in chunks, in blocks for one and a half of them, beside a decode that takes more."""

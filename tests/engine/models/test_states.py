@@ -25,6 +25,7 @@ from kvloom.rank.runner import ModelRunner
 from kvloom.rank.tier.tier import TieredRunner
 from kvloom.server.run.kvnote import kv_note
 from tests.support.engine.engines import drain, engine_over, in_process, run_all, tokens_of
+from tests.support.engine.greedy import LENGTH, LENGTHS, answers, prompt, requests
 from tests.support.models.checkpoints import save, tiny_model
 from tests.support.pool.agents import running_agent
 from tests.support.waiting import until
@@ -38,8 +39,6 @@ MODELS = {  # of each mixer with a state: tiny model, and what of its configurat
     "mamba2, without keys and values": ("mamba2", {}),
 }
 BACKENDS = ["cpu", "reference"]
-LENGTHS = (3, 40, 90)
-LENGTH = 100  # tokens of each prompt with its answer
 NUM_BLOCKS = 40
 
 
@@ -67,22 +66,6 @@ def opened(folder: Path, backend: str, **fields: object) -> ModelRunner:
     return open_runner(config_of(folder, backend, **fields), [], lambda done, total: None)
 
 
-def prompt(length: int) -> tuple[int, ...]:
-    return tuple((7 * i + length) % 128 for i in range(length))
-
-
-def requests(lengths: Sequence[int] = LENGTHS) -> list[Request]:
-    return [
-        Request(f"{n}", prompt(n), SamplingParams(temperature=0, max_tokens=LENGTH - n, ignore_eos=True))
-        for n in lengths
-    ]
-
-
-def answers(engine: Engine) -> list[list[int]]:
-    found = run_all(engine, *requests())
-    return [tokens_of(found[request.id]) for request in requests()]
-
-
 @pytest.fixture(scope="module", params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -91,7 +74,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def alone(folder, backend) -> list[list[int]]:
     """The answers, each computed alone with its prompt in one step."""
-    return [tokens_of(run_all(engine_over(opened(folder, backend)), request)[request.id]) for request in requests()]
+    return [answers(engine_over(opened(folder, backend)), [length])[0] for length in LENGTHS]
 
 
 @EACH_MODEL

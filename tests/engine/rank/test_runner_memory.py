@@ -9,7 +9,6 @@ from kvloom.contract.messages import Batch
 from kvloom.contract.request import Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.schedule import scheduler
 from kvloom.rank.host_cache import SwapCache
 from kvloom.rank.kernels.reference import ReferenceBackend
 from kvloom.rank.loading import open_runner
@@ -35,12 +34,6 @@ def answers(runner: ModelRunner, **fields) -> tuple[dict[str, list[int]], Engine
     """Tokens of REQUESTS, and the engine. Its steps have room for whole chunks, so that the reference's sums agree."""
     engine = engine_over(runner, max_batch=8, **fields)
     return {id: tokens_of(deltas) for id, deltas in run_all(engine, *REQUESTS).items()}, engine
-
-
-@pytest.fixture
-def swaps_always(monkeypatch):
-    """Swaps always: on a busy machine, copying a tiny model's blocks may measure slower than recomputing them."""
-    monkeypatch.setattr(scheduler, "is_swap_cheaper", lambda num_blocks, num_tokens, costs: True)
 
 
 @pytest.mark.usefixtures("swaps_always")

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +16,7 @@ from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from kvloom.rank.kernels.reference import ReferenceBackend
 from tests.support.models.checkpoints import run_step, tiny_model
+from tests.support.models.folder_checks import TOKENS, check_logits, check_matrix, wide_model
 from tests.support.models.quantized import (
     Format,
     awq,
@@ -32,8 +32,6 @@ from tests.support.models.quantized import (
     rotated,
     write_folder,
 )
-
-from .test_blocks import values_of
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 SHUFFLED = [3, 1, 0, 2] * 64  # the group of each column
@@ -195,11 +193,6 @@ FORMATS = {
         ("lm_head", "embed_tokens", *(f"layers.0.{part}_proj" for part in ("mlp.up", "self_attn.q"))),
     ),
 }
-TOKENS = [5, 9, 1, 77, 30, 2, 2, 101]
-
-
-def wide_model() -> Any:
-    return tiny_model("qwen2", hidden_size=128, intermediate_size=256)
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -211,32 +204,14 @@ def written(request, tmp_path_factory) -> tuple[Format, Any, Path]:
 
 def test_a_folder_gives_the_logits_of_its_dequantised_model(written):
     _, model, folder = written
-    checkpoint = open_checkpoint(folder)
-    assert checkpoint.unread == ()
-    with torch.no_grad():
-        wanted = model(torch.tensor([TOKENS])).logits[0]
-    torch.testing.assert_close(
-        run_step(ReferenceBackend(checkpoint.spec, checkpoint.weights, 4), [TOKENS], [[2]]),
-        wanted,
-        atol=2e-4,
-        rtol=1e-4,
-    )
-    backend = CpuBackend(checkpoint.spec, checkpoint.weights, 4, CpuOptions("stored"))
-    found = run_step(backend, [TOKENS], [[2]])
-    assert float((found - wanted).norm() / wanted.norm()) < 0.05
+    check_logits(model, folder)
 
 
 def test_its_matrices_keep_their_values(written):
     of, model, folder = written
-    weights = open_checkpoint(folder).weights
     for name, key in (("layers.1.down", "layers.1.mlp.down_proj"), ("layers.0.k", "layers.0.self_attn.k_proj")):
-        wanted = model.state_dict()[f"model.{key}.weight"].numpy()
-        raw = weights.tensor(name)
-        assert np.allclose(raw.float32(), wanted, rtol=1e-6, atol=1e-6)
-        assert weights.form(name) == raw.form == of.form
-        if raw.form:
-            found = np.concatenate([values_of(raw.form, numbers) for _, numbers in raw.number_pieces()])
-            assert np.allclose(found, wanted, rtol=1e-4, atol=1e-6)
+        form = check_matrix(model, folder, name, key)
+        assert form == of.form
 
 
 def of_two_kinds(

@@ -13,9 +13,7 @@ from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.quantized.codebook import Codebook
 from kvloom.checkpoints.quantized.scheme import scheme_of
 from kvloom.contract.errors import ModelError
-from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
-from kvloom.rank.kernels.reference import ReferenceBackend
-from tests.support.models.checkpoints import run_step, tiny_model
+from tests.support.models.folder_checks import check_logits, check_matrix, wide_model
 from tests.support.models.quantized import Format, awq, gptq, write_folder
 from tests.support.models.quantized_tools import (
     bitsandbytes_blocks,
@@ -28,8 +26,6 @@ from tests.support.models.quantized_tools import (
     torchao_ints,
     torchao_pairs,
 )
-
-from .test_blocks import values_of
 
 GPTQ = {
     "quant_method": "gptq", "method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False,
@@ -132,11 +128,6 @@ FORMATS = {
     ),
     "bitsandbytes, blocks across rows": Format(BNB, bitsandbytes_blocks(block=4096, nested=3)),
 }
-TOKENS = [5, 9, 1, 77, 30, 2, 2, 101]
-
-
-def wide_model() -> Any:
-    return tiny_model("qwen2", hidden_size=128, intermediate_size=256)
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -148,27 +139,14 @@ def written(request, tmp_path_factory) -> tuple[Format, Any, Path]:
 
 def test_a_folder_gives_the_logits_of_its_dequantised_model(written):
     _, model, folder = written
-    checkpoint = open_checkpoint(folder)
-    assert checkpoint.unread == ()
-    with torch.no_grad():
-        wanted = model(torch.tensor([TOKENS])).logits[0]
-    reference = ReferenceBackend(checkpoint.spec, checkpoint.weights, 4)
-    torch.testing.assert_close(run_step(reference, [TOKENS], [[2]]), wanted, atol=2e-4, rtol=1e-4)
-    found = run_step(CpuBackend(checkpoint.spec, checkpoint.weights, 4, CpuOptions("stored")), [TOKENS], [[2]])
-    assert float((found - wanted).norm() / wanted.norm()) < 0.05
+    check_logits(model, folder)
 
 
 def test_its_matrices_keep_their_values(written):
     of, model, folder = written
-    weights = open_checkpoint(folder).weights
     for name, key in (("layers.1.up", "layers.1.mlp.up_proj"), ("layers.0.v", "layers.0.self_attn.v_proj")):
-        wanted = model.state_dict()[f"model.{key}.weight"].numpy()
-        raw = weights.tensor(name)
-        assert np.allclose(raw.float32(), wanted, rtol=1e-6, atol=1e-6)
-        assert weights.form(name) == raw.form == of.form or not of.form
-        if raw.form:
-            found = np.concatenate([values_of(raw.form, numbers) for _, numbers in raw.number_pieces()])
-            assert np.allclose(found, wanted, rtol=1e-4, atol=1e-6)
+        form = check_matrix(model, folder, name, key)
+        assert form == of.form or not of.form
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.support.processes import serving
 from tests.support.servers import MODEL, FakeServer, fake_server
 from tests.support.waiting import until
 
-MAX_PAGE_BYTES = 64_000
+MAX_PAGE_BYTES = 64 << 10
 SECRET_PROMPT = "nobody may read this"
 
 

@@ -33,8 +33,8 @@ class States:
         self.kv = np.zeros((4, SIZE, 3), np.int64)
         self.places = np.zeros((2, STATE_BYTES), np.uint8)
         states = StateMemory(STATE_BYTES, self.kv[0].nbytes, self._read, self._write)
-        read = lambda block: [self.kv[block].data]  # noqa: E731
-        whole = KvMemory([[self.kv]], 4, SIZE, self.kv[0].nbytes, read, "m", layout, states=states)
+        sizes = 4, SIZE, self.kv[0].nbytes
+        whole = KvMemory([[self.kv]], *sizes, lambda block: [self.kv[block].data], "m", layout, states=states)
         self.tier = open_tier(whole, TierConfig(FACTORY, timeout_s, {"socket": str(agent.socket)}))
         until(lambda: self.tier.is_up)
 

@@ -188,7 +188,8 @@ class RankExecutor:
                     self._progress(message.done_bytes, message.total_bytes)
         if any(info.cache_shape != infos[0].cache_shape for info in infos.values()):
             shapes = "; ".join(str(list(infos[rank].cache_shape)) for rank in sorted(infos))
-            raise ModelError(f"the ranks' KV caches differ in blocks, tokens, bytes, host blocks or states: {shapes}")
+            parts = "blocks, tokens, bytes, host blocks, states or blocks of windows"
+            raise ModelError(f"the ranks' KV caches differ in {parts}: {shapes}")
         return infos[0]
 
     def _each_message(self, timeout_s: float) -> list[Any]:

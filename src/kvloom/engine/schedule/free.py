@@ -17,7 +17,7 @@ class Need(NamedTuple):
     blocks: int
     windows: int = 0
 
-    def __add__(self, other: "Need") -> "Need":  # type: ignore[override]
+    def plus(self, other: "Need") -> "Need":
         return Need(self.blocks + other.blocks, self.windows + other.windows)
 
 
@@ -97,4 +97,4 @@ def first_step_needs(found: Prefix, end: int, pool: BlockPool, block_size: int) 
     new = Need(count - len(found.hits))
     if pool.windows is not None:
         new = Need(new.blocks, count - found.num_dropped - len(found.windows))
-    return taken(found, pool) + new
+    return taken(found, pool).plus(new)

@@ -281,19 +281,19 @@ def _plan_waiting(
         found = find_prefix(seq, pool, block_size)
         if coming.computed and found.awaited in coming.computed:
             continue
-        if not budget.free.has(taken(found, pool) + needed(found, num_blocks, pool)):
+        if not budget.free.has(taken(found, pool).plus(needed(found, num_blocks, pool))):
             found = find_prefix(seq, pool, block_size, may_copy=False)
-        if not budget.free.has(taken(found, pool) + needed(found, num_blocks, pool)):
+        if not budget.free.has(taken(found, pool).plus(needed(found, num_blocks, pool))):
             break
         hits, start, begun = found.hits, found.start, taken(found, pool)
-        promised = begun + needed(found, _num_promised(seq, pool, limits), pool)
+        promised = begun.plus(needed(found, _num_promised(seq, pool, limits), pool))
         if not budget.spare.has(promised):
             break
         if coming.loaded is not None and found.asked and not seq.is_asked:
             if found.asked[0] not in coming.loaded:
                 loads.append(LoadStep(seq, tuple(found.known), found.lacked, found.asked, found.least, found.snapshot))
                 coming.loaded.update(found.asked)
-                budget.free.take(begun + Need(len(found.known) - len(hits) + len(found.lacked)))
+                budget.free.take(begun.plus(Need(len(found.known) - len(hits) + len(found.lacked))))
                 budget.spare.take(promised)
             continue
         most = min(length - start, budget.num_tokens, room_for(found, budget.free, pool, block_size))

@@ -1,6 +1,7 @@
 """Details that clients of OpenAI's and vLLM's servers read beside the answer."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -299,14 +300,23 @@ def test_to_those_who_send_anthropics_header_models_are_listed_page_by_page():
 # -- predicted outputs
 
 
+@pytest.fixture(scope="module")
+def guessing() -> Iterator[FakeServer]:
+    """Its steps take so long that rows of drafts always pay."""
+    with fake_server(num_speculative_tokens=-1, step_s=0.003) as running:
+        yield running
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("in_parts", [False, True])
-def test_a_predicted_answer_is_the_answer_and_its_tokens_are_counted(server: FakeServer, stream: bool, in_parts: bool):
+def test_a_predicted_answer_is_the_answer_and_its_tokens_are_counted(
+    guessing: FakeServer, stream: bool, in_parts: bool
+):
     fields = {"max_tokens": 40, "stream": stream, **({"stream_options": {"include_usage": True}} if stream else {})}
-    plain = ask(server, HI, max_tokens=40).json()
+    plain = ask(guessing, HI, max_tokens=40).json()
     text = plain["choices"][0]["message"]["content"]
     content = [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}] if in_parts else text
-    answer = ask(server, HI, prediction={"type": "content", "content": content}, **fields)
+    answer = ask(guessing, HI, prediction={"type": "content", "content": content}, **fields)
     *parts, last = chunks(answer) if stream else [answer.json()]
     found = "".join(part["choices"][0]["delta"].get("content", "") for part in parts) if stream else ""
     assert (found or last["choices"][0]["message"]["content"]) == text

@@ -1,0 +1,29 @@
+"""Greedy answers to prompts of several lengths, which tests of a family compare over all schedules."""
+
+from collections.abc import Sequence
+
+from kvloom.contract.request import Request
+from kvloom.contract.sampling import SamplingParams
+from kvloom.engine.engine import Engine
+from tests.support.engine.engines import run_all, tokens_of
+
+LENGTHS = (3, 40, 90)
+LENGTH = 100  # tokens of each prompt with its answer
+
+
+def prompt(length: int) -> tuple[int, ...]:
+    return tuple((7 * i + length) % 128 for i in range(length))
+
+
+def requests(lengths: Sequence[int] = LENGTHS) -> list[Request]:
+    return [
+        Request(f"{n}", prompt(n), SamplingParams(temperature=0, max_tokens=LENGTH - n, ignore_eos=True))
+        for n in lengths
+    ]
+
+
+def answers(engine: Engine, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    """The tokens of each, all asked for at once."""
+    asked = requests(lengths)
+    found = run_all(engine, *asked)
+    return [tokens_of(found[request.id]) for request in asked]
