@@ -3,6 +3,7 @@ with their replica. Without Ray.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -24,6 +25,7 @@ from kvloom.fleet.replica import EngineReplica
 from kvloom.fleet.routing.board import Board, View
 from kvloom.fleet.wire import Asked, Brought, Fault, Hello, Opening, decode_item, decode_letters, encode
 from kvloom.rank.fake import fake_answer
+from tests.support.configs import mock_document
 from tests.support.waiting import WAIT_S
 
 PROMPT = tuple(b"a prompt of some blocks, which is to be cached")
@@ -37,15 +39,20 @@ def loop():
 
 
 @pytest.fixture(scope="module")
-def replica(loop):
-    made = EngineReplica(make_plan(FleetArgs(backend="fake", mock=Mock(step_ms=3))), "r1", "n1")
+def replica(loop, tmp_path_factory):
+    """Without guesses, which would bring an answer that was seen before in two items."""
+    config = tmp_path_factory.mktemp("fleet") / "config.json"
+    config.write_text(json.dumps(mock_document(numSpeculativeTokens=0)))
+    made = EngineReplica(make_plan(FleetArgs(config=str(config), backend="fake", mock=Mock(step_ms=3))), "r1", "n1")
     loop.run(made.start())
     yield made
     made.close()
 
 
 class Ingress:
-    """A FleetEngine in front of one replica. The i-th mailbox is lost after `dies_after[i]` items."""
+    """A FleetEngine in front of one replica. The i-th mailbox is lost after `dies_after[i]` items, or before
+    the first item with an end.
+    """
 
     def __init__(self, replica: EngineReplica, dies_after: tuple[int, ...] = ()) -> None:
         self.dies_after = list(dies_after)
@@ -62,10 +69,11 @@ class Ingress:
 
     async def _post(self, data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
         self.num_opened += 1
-        left = self.dies_after.pop(0) if self.dies_after else 1 << 30
+        dies = bool(self.dies_after)
+        left = self.dies_after.pop(0) if dies else 0
         async with aclosing(self._replica.post(data)) as items:
             async for item in items:
-                if not left:
+                if dies and (not left or has_end(item)):
                     raise ReplicaLost("killed")
                 left -= 1
                 self.num_items += 1
@@ -78,6 +86,10 @@ class Ingress:
         found = await asyncio.gather(*(self.answer(number) for number in range(count)))
         self.engine.close()
         return found
+
+
+def has_end(item: bytes) -> bool:
+    return any(letter.deltas[-1].finish_reason for letter in decode_letters(item))
 
 
 def tokens(deltas) -> list[int]:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 import ems
 from kvloom.contract.config import TierConfig
@@ -57,7 +58,7 @@ def alone(undisturbed) -> dict[str, list[int]]:
 
 
 def plain(model: RealModel, num_blocks: int | None = None, **fields: object) -> Engine:
-    return model.engine(num_blocks, **{"enable_prefix_cache": False, **fields})
+    return model.engine(num_blocks, **{"enable_prefix_cache": False, "num_speculative_tokens": 0, **fields})
 
 
 def only_begun(requests: list[Request]) -> list[Request]:
@@ -132,7 +133,7 @@ def test_guessed_ahead_equals_one_token_at_a_time(real, kind, requests):
     }
     for request in repeating:
         if model.config.backend == "cpu":  # the reference's last bits depend on the prompt's chunks
-            assert got[request.id] == want[request.id]
+            assert [structs.replace(delta, num_guessed=(0, 0)) for delta in got[request.id]] == want[request.id]
     assert 0 < engine.stats().total_accepted_tokens <= engine.stats().total_draft_tokens
 
 

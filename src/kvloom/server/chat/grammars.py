@@ -62,6 +62,7 @@ def choice_grammar(choices: list[str], field: str) -> str:
 
 def text_grammar(grammar: str, field: str) -> str:
     """A grammar in Lark's form, or in GBNF (llama.cpp's), which has `::=`. Raises BadRequest."""
+    may_take_long()
     check_size(grammar, field)
     if grammar.lstrip().startswith("{"):
         raise BadRequest(field, "must be a grammar in Lark's form or in GBNF, not JSON")
