@@ -142,9 +142,8 @@ def fake_server(
     """All `names` are served by one engine; without `has_eos` answers end at their length only.
 
     `keys`: API keys, one of which every request needs; `policy`: origins of pages that may call; `wrap`: middleware
-    around the app; `make_runner`: another model. `config` goes into EngineConfig, `card` into ModelCard. The engine
-    guesses only where `config` says so, because what pays depends on the time that steps take. Requests without a seed
-    repeat their answers, unless `seed` is None; one token in 97 ends an answer.
+    around the app; `make_runner`: another model. `config` goes into EngineConfig, `card` into ModelCard; guesses follow
+    the clock and are off. Requests without a seed repeat their answers, unless `seed` is None; one token in 97 ends one.
     """
     tokenizer = tokenizer or ByteTokenizer()
     if not has_eos:
