@@ -30,13 +30,13 @@ CONTEXT = 200
 PREFILL, CHUNK = 1024, 256
 
 
-def decode_args(backend: CpuBackend, batch: int) -> tuple[Ragged, Ints]:
-    """Arguments of a step of one token for each of `batch` sequences with CONTEXT tokens cached."""
-    width = CONTEXT // 16 + 1
+def decode_args(backend: CpuBackend, batch: int, cached: int = CONTEXT) -> tuple[Ragged, Ints]:
+    """Arguments of a step of one token for each of `batch` sequences with `cached` tokens each."""
+    width = cached // 16 + 1
     random = np.random.default_rng(0)
     table = random.permutation(np.arange(batch * width, dtype=np.int32)).reshape(batch, width)
     ids = random.integers(0, backend.spec.vocab_size, batch, np.int32)
-    pos, every = np.full(batch, CONTEXT, np.int32), np.arange(batch + 1, dtype=np.int32)
+    pos, every = np.full(batch, cached, np.int32), np.arange(batch + 1, dtype=np.int32)
     return Ragged(ids, pos, every, table, places=every[:-1]), every[:-1]
 
 
