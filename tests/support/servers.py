@@ -143,7 +143,7 @@ def fake_server(
 
     `keys`: API keys, one of which every request needs; `policy`: origins of pages that may call; `wrap`: middleware
     around the app; `make_runner`: another model. `config` goes into EngineConfig, `card` into ModelCard; guesses follow
-    the clock and are off. Requests without a seed repeat their answers, unless `seed` is None; one in 97 tokens ends it.
+    the clock and are off. Requests without a seed repeat their answers, unless `seed` is None; one in 97 ends it.
     """
     tokenizer = tokenizer or ByteTokenizer()
     if not has_eos:
