@@ -5,12 +5,14 @@ import itertools
 import json
 from collections.abc import Sequence
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
 from kvloom.bench import conversation, report
 from kvloom.bench.client import Answer, BenchError, Target
 from kvloom.bench.conversation import KINDS, Exchange, Player, Script
+from kvloom.bench.hits import between, figures_of
 from kvloom.cli import app
 from tests.support.servers import MODEL, fake_server
 
@@ -93,6 +95,19 @@ def test_the_page_has_a_line_for_each_kind():
     assert all(page.count(f">{kind}</text>") == 2 for kind in KINDS)
 
 
+@pytest.mark.parametrize(("status", "text"), [(404, ""), (200, "llamacpp:tokens 1\n"), (200, "<html>")])
+def test_a_server_without_figures_of_its_cache_has_none(monkeypatch, status, text):
+    assert figures_of(TARGET) == {}, "nothing listens there"
+    reply = httpx.Response(status, text=text, request=httpx.Request("GET", TARGET.url))
+    monkeypatch.setattr(httpx, "get", lambda *args, **options: reply)
+    assert figures_of(TARGET) == {}
+
+
+def test_counters_are_of_the_run_and_gauges_of_its_end():
+    before, after = {"snapshot_hits": 3, "snapshots": 5}, {"snapshot_hits": 7, "snapshots": 6, "block_hits": 2}
+    assert between(before, after) == {"snapshot_hits": 4, "snapshots": 6, "block_hits": 2}
+
+
 def run_cli(*args):
     return CliRunner().invoke(app, ["bench", "--scenario", "conversation", *args])
 
@@ -108,6 +123,10 @@ def test_the_command_plays_it_against_a_server_and_writes_a_line_a_request(tmp_p
     assert [row["num_new"] for row in rows] == [46, 6, 6, 6, 1, 6, 24, 24, 24, 24, 6, 6, 6, 6, 6, 6]
     assert all(row["num_recomputed"] <= 16 for row in rows), "a block at most"
     assert rows[0]["peak_rss_mb"] > 10
+    num_cached = sum(row["num_cached"] for row in rows)
+    assert rows[0]["block_hits"] * 16 == num_cached
+    assert f"block_hits: {rows[0]['block_hits']}\n" in result.output
+    assert [rows[0][name] for name in ("window_hits", "snapshot_hits", "stateless_tokens", "snapshots")] == [0] * 4
     assert "regenerated" in result.output
     assert page.read_text().count("<svg") == 2
 

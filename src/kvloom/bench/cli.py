@@ -21,6 +21,7 @@ from kvloom.bench import load as loads
 from kvloom.bench import process, report
 from kvloom.bench.client import BenchError, Target
 from kvloom.bench.conversation import Player, Script
+from kvloom.bench.hits import between, figures_of
 from kvloom.client.address import authorization, why_not_listed, without_version
 from kvloom.contract.config import WEIGHT_FORMATS
 from kvloom.contract.numbers import whole
@@ -180,8 +181,9 @@ def _converse(subject: _Subject, script: Script) -> _Outcome:
     first = [script.token_ids[0]] * 16
     with _serving(subject, first, common) as target, _progress() as bar:
         task = bar.add_task("conversations", total=script.num_requests)
-        player = Player(script, subject.seed)
+        player, before = Player(script, subject.seed), figures_of(target)
         exchanges = uvloop.run(player.play(target, lambda: bar.advance(task)))
+        common |= between(before, figures_of(target))
     tables = [report.conversation_table(exchanges)]
     lines, page = (report.conversation_lines(exchanges, common), report.conversation_plot(subject.title, exchanges))
     return _Outcome(tables, common, lines, page)

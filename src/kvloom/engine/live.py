@@ -59,7 +59,9 @@ class Live:
     def count_start(self, counts: Counts, step: SeqStep) -> None:
         """Count its start, or its continuation after a crash, with its first step."""
         counts.add("total_snapshot_hits", step.snapshot is not None)
-        counts.add("total_stateless_tokens", step.num_stateless)
+        counts.add("total_block_hits", len(step.hits) + (step.part >= 0))
+        counts.add("total_window_hits", len(step.windows) + (step.part_window >= 0))
+        counts.add("total_stateless_tokens" if self.seq.states else "total_windowless_tokens", step.num_unusable)
         if self.seq.num_preemptions == 0:
             counts.add("total_cached_tokens", self.seq.num_cached)
         if self.num_lost is not None:

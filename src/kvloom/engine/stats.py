@@ -46,8 +46,11 @@ class Stats:
     total_finished: int = 0
     total_prompt_tokens: int = 0
     total_cached_tokens: int = 0
+    total_block_hits: int = 0  # cached blocks that requests began with
+    total_window_hits: int = 0  # of layers with a window, where these have their own
     total_snapshot_hits: int = 0  # requests that began with the state of a snapshot
     total_stateless_tokens: int = 0  # prompt tokens whose keys were cached, computed again because no state was
+    total_windowless_tokens: int = 0  # the same because a window's were not
     total_output_tokens: int = 0
     total_preemptions: int = 0
     total_swapped: int = 0  # of the preemptions, those that were copied to the host

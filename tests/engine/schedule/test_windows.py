@@ -96,8 +96,12 @@ def test_a_prompt_whose_last_window_is_gone_begins_where_one_is_known():
     again = run_all(engine, Request("c", prompt(30), PARAMS))["c"]
     assert tokens_of(again) == tokens_of(first)
     assert again[0].num_cached_tokens == 0
+    stats = engine.stats()
+    assert (stats.total_block_hits, stats.total_window_hits, stats.total_windowless_tokens) == (0, 0, 28)
     known = run_all(engine, Request("d", prompt(30), PARAMS))["d"]
     assert (tokens_of(known), known[0].num_cached_tokens) == (tokens_of(first), 28)
+    stats = engine.stats()
+    assert (stats.total_block_hits, stats.total_window_hits, stats.total_windowless_tokens) == (7, 2, 28)
 
 
 def test_a_long_prompt_is_computed_in_the_window_blocks_that_there_are():

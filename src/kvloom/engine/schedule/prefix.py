@@ -32,7 +32,7 @@ class Prefix(NamedTuple):
     least: int = 0  # tokens before a state that is asked for
     awaited: bytes = b""  # hash of what comes next: if that is being computed for another one, it is waited for
     marks: tuple[tuple[int, bool], ...] = ()  # where snapshots are to be taken, see mark_positions
-    num_stateless: int = 0  # of SeqStep
+    num_unusable: int = 0  # of SeqStep
     num_passed: int = 0
     windows: tuple[int, ...] = ()  # of a window's blocks, those before the start that are known
     num_dropped: int = 0  # blocks before these, which no step reads
@@ -75,7 +75,8 @@ def _find_blocks(seq: Seq, pool: BlockPool, reusable: list[bytes], block_size: i
         return Prefix(hits, max(len(hits) * block_size, seq.num_swapped))
     count, windows = pool.windows.match_end(reusable[: len(hits)])
     if count * block_size > seq.num_swapped or not seq.num_swapped:
-        return Prefix(hits[:count], count * block_size, windows=tuple(windows), num_dropped=count - len(windows))
+        found = Prefix(hits[:count], count * block_size, windows=tuple(windows), num_dropped=count - len(windows))
+        return found._replace(num_unusable=(len(hits) - count) * block_size)
     start = seq.num_swapped
     return Prefix(hits[: start // block_size], start, num_dropped=pool.windows.first_of(start))
 

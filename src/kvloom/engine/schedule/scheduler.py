@@ -326,7 +326,7 @@ def _admission(seq: Seq, found: Prefix, count: int, block_size: int) -> SeqStep:
         snapshot=found.snapshot,
         marks=marks,
         num_passed=found.num_passed,
-        num_stateless=found.num_stateless,
+        num_unusable=found.num_unusable,
         windows=found.windows,
         num_dropped=found.num_dropped,
         part_window=found.part_window,

@@ -179,7 +179,8 @@ class SeqStep(msgspec.Struct, frozen=True):
     snapshot: Snapshot | None = None
     marks: tuple[Mark, ...] = ()
     num_passed: int = 0  # tokens by which it misses the snapshot of a prompt that it leaves just before its end
-    num_stateless: int = 0  # tokens behind the start whose keys and values are known, but no state
+    # tokens behind the start whose keys and values are known, of no use without a state or those of a window
+    num_unusable: int = 0
     windows: tuple[int, ...] = ()  # these as in Prefix, of a newly admitted sequence
     num_dropped: int = 0
     part_window: int = -1

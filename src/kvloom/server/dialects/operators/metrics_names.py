@@ -57,6 +57,12 @@ COUNTERS: Sequence[tuple[tuple[str, ...], str, Number]] = (
         "Prompt tokens found cached.",
         lambda s: s.engine.stats().total_cached_tokens,
     ),
+    (("block_hits",), "Cached KV blocks that requests began with.", lambda s: s.engine.stats().total_block_hits),
+    (
+        ("window_hits",),
+        "Of layers with a sliding window, where these have blocks of their own.",
+        lambda s: s.engine.stats().total_window_hits,
+    ),
     (
         ("snapshot_hits",),
         "Requests that began with the kept state of another's prefix.",
@@ -66,6 +72,11 @@ COUNTERS: Sequence[tuple[tuple[str, ...], str, Number]] = (
         ("stateless_tokens",),
         "Prompt tokens computed again because their keys were cached, but no state.",
         lambda s: s.engine.stats().total_stateless_tokens,
+    ),
+    (
+        ("windowless_tokens",),
+        "Prompt tokens computed again because their keys were cached, but not those of a window.",
+        lambda s: s.engine.stats().total_windowless_tokens,
     ),
     (
         ("snapshots_evicted",),
