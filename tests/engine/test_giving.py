@@ -13,7 +13,8 @@ from kvloom.rank.fake import ByteTokenizer, fake_answer
 from tests.engine.rank.test_kvtier import answer, keys_of, prompt
 from tests.support.engine.crashes import at_steps, mortal_engine, step
 from tests.support.engine.engines import fake_runner, in_process, run_all
-from tests.support.engine.tiers import tiered_engine
+from tests.support.engine.stateful import stateful_runner
+from tests.support.engine.tiers import FakeTier, engine_over_tier, tiered_engine
 
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 GIVEN = Request("given", prompt(30), ONE, gives_kv=True)  # 7 blocks of 4 tokens, and 2 tokens more
@@ -163,3 +164,90 @@ def test_blocks_that_are_not_this_engines_are_refused_by_name(location: KvLocati
 
 def test_a_pool_that_is_not_known_yet_refuses_nobody():
     check_giving(Request("a", prompt(20), ONE, kv_location=KvLocation("p2", "m1", "cpu-x1", 16)), OWN, "")
+
+
+def stateful(
+    before: FakeTier | None = None, num_snapshots: int = 8, block_size: int = 4, **fields: object
+) -> tuple[Engine, FakeTier]:
+    """An engine over a model with states, and its tier, which has what the tier `before` has."""
+    runner = stateful_runner(4, num_snapshots, num_blocks=64, block_size=block_size, max_seq_len=64)
+    engine, tier, _ = engine_over_tier(runner, num_speculative_tokens=0, **fields)
+    if before is not None:
+        tier.stored, tier.states = before.stored, before.states
+    return engine, tier
+
+
+@pytest.mark.parametrize(("block_size", "given"), [(4, 7), (16, 1), (32, 0)])
+def test_where_layers_keep_states_that_before_the_last_token_is_given_with_its_block(block_size: int, given: int):
+    engine, tier = stateful(block_size=block_size)
+    tier.save_delay = 5
+    engine.add(GIVEN)
+    while not (deltas := engine.step()):
+        pass
+    assert len(tier.states) >= 1
+    assert (num_given(deltas[0]), deltas[0].finish_reason) == (given, FinishReason.LENGTH)
+    engine.check()
+    other, _ = stateful(tier, block_size=block_size)
+    longer = Request("b", GIVEN.prompt_ids, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert answer(other, longer) == (fake_answer(GIVEN.prompt_ids, longer.params, 0, 8), 29)
+    assert other.stats().total_tier_loaded_states == 1
+
+
+def test_a_state_that_is_known_here_and_gone_from_the_tier_is_given_again():
+    engine, tier = stateful()
+    assert num_given(last_delta(engine, GIVEN)) == 7
+    tier.stored.clear()
+    tier.states.clear()
+    again = last_delta(engine, Request("again", GIVEN.prompt_ids, ONE, gives_kv=True))
+    assert (num_given(again), again.num_cached_tokens) == (7, 29)
+    other, _ = stateful(tier)
+    assert answer(other, Request("b", GIVEN.prompt_ids, ONE))[1] == 29
+
+
+def test_a_state_that_another_engine_waits_for_is_taken_though_others_are_worth_more():
+    engine, tier = stateful(num_snapshots=1)
+    last_delta(engine, Request("long", prompt(60, 7), ONE))
+    assert num_given(last_delta(engine, Request("short", prompt(20), ONE, gives_kv=True))) == 4
+    other, _ = stateful(tier)
+    assert answer(other, Request("b", prompt(20), ONE))[1] == 19
+
+
+def test_a_prompt_that_is_too_short_for_a_state_gives_nothing_and_is_answered():
+    engine, _ = stateful()
+    assert num_given(last_delta(engine, Request("short", prompt(12), ONE, gives_kv=True))) == 0
+
+
+@pytest.mark.parametrize("what", ["blocks", "states"])
+def test_a_tier_that_takes_only_a_part_of_it_is_told_to_have_nothing(what: str):
+    engine, tier = stateful()
+    is_state = {"states": True, "blocks": False}[what]
+
+    def report(moved: list[Moved]) -> list[Moved]:
+        return [Moved(each.id, 0 if (each.id in tier.was_state) == is_state else each.num_blocks) for each in moved]
+
+    tier.reports = report
+    assert num_given(last_delta(engine, GIVEN)) == 0
+
+
+def test_a_rank_that_dies_while_the_state_is_on_its_way_ends_the_wait():
+    engine, tier = stateful()
+    tier.save_delay = 50
+    engine.add(GIVEN)
+    for _ in range(5):
+        assert engine.step() == []
+    deltas = engine.suspend() + engine.resume({})
+    assert [(delta.finish_reason, num_given(delta)) for delta in deltas] == [(FinishReason.LENGTH, 0)]
+    assert not engine.has_work
+
+
+def test_a_prompt_that_is_computed_again_gives_its_state_again():
+    engine, tier = stateful(max_tokens_per_step=10, max_batch=2)
+    engine.add(GIVEN)
+    deltas = [delta for _ in range(3) for delta in engine.step()] + engine.suspend()
+    engine._executor = stateful(tier)[0]._executor
+    deltas += engine.resume({})
+    while engine.has_work:
+        deltas += engine.step()
+    assert [num_given(delta) for delta in deltas] == [7]
+    other, _ = stateful(tier)
+    assert answer(other, Request("b", GIVEN.prompt_ids, ONE))[1] == 29

@@ -123,7 +123,7 @@ class Engine:
         seq.turn = self._turns.turn(live.arrival_s, seq.max_len, request.tenant, request.priority, request.slo_s)
         seq.is_whole = self._executor.info.sees_ahead
         seq.may_reuse = request.may_reuse and not seq.is_whole
-        seq.giving = giving_of(request, self._limits.block_size)
+        seq.giving = giving_of(request, self._executor.info)
         seq.extend_hashes(self._limits.block_size)
         self._drafting.begin(live)
         self._counts.add("total_requests")

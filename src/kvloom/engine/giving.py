@@ -31,8 +31,9 @@ def check_giving(request: Request, info: RankInfo, pool: str | None) -> None:
             raise BadRequest(f"{FIELD}.kv_pool.{name}", f"{what}: both servers need the same one")
 
 
-def giving_of(request: Request, block_size: int) -> Giving | None:
-    return Giving(len(request.prompt_ids) // block_size) if request.gives_kv else None
+def giving_of(request: Request, info: RankInfo) -> Giving | None:
+    num_blocks = len(request.prompt_ids) // info.block_size
+    return Giving(num_blocks, info.num_states > 0) if request.gives_kv else None
 
 
 def _own_location(info: RankInfo, pool: str) -> KvLocation:
@@ -59,7 +60,7 @@ class GivenEnds:
         for live, delta in list(self._held.values()):
             location, giving = _own_location(info, pool), live.seq.giving
             assert giving is not None
-            if not giving.pending:
+            if not giving.is_pending:
                 self.drop(live.request.id)
                 yield live, replace(delta, kv_given=KvGiven(location, giving.num_given))
 

@@ -32,6 +32,7 @@ class Stats:
     snapshot_bytes: int = 0  # what these take
     num_evicted_snapshots: int = 0  # given up for others, since the rank started
     num_saving_blocks: int = 0  # blocks under way to the outer tier
+    num_saving_states: int = 0  # snapshots under way to it, or waiting to be
     num_swapped: int = 0  # sequences that are swapped out to the host
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0

@@ -144,11 +144,14 @@ class EngineReplica:
                     return
 
     async def _saved(self) -> None:
-        """Wait until blocks on their way to the pool have arrived, at most as long as a load may take."""
+        """Wait until blocks and states on their way to the pool have arrived, at most as long as a load may take."""
         assert self._card is not None
         tier = self._card.engine.kv_tier
         until_s = time.monotonic() + (tier.timeout_s if tier else 0.0)
-        while self.engine.stats().num_saving_blocks and time.monotonic() < until_s:
+        while time.monotonic() < until_s:
+            stats = self.engine.stats()
+            if not (stats.num_saving_blocks or stats.num_saving_states):
+                return
             await asyncio.sleep(_SAVE_POLL_S)
 
     def check(self) -> None:

@@ -67,10 +67,7 @@ def _lacks(checkpoint: Checkpoint) -> dict[str, str]:
     if spec.sees_ahead:
         why = "its tokens see those behind them"
         return {"generation": f"{why}, it {makes}", "kv_transfer": f"{why}, so no part of a prompt is kept"}
-    lacks = {} if spec.has_logits else {"generation": f"its checkpoint has no head for text, it {makes}"}
-    if spec.state_floats:
-        lacks["kv_transfer"] = "its layers keep states, which are no part of a prompt's blocks"
-    return lacks
+    return {} if spec.has_logits else {"generation": f"its checkpoint has no head for text, it {makes}"}
 
 
 def _tell_states(config: EngineConfig, spec: DecoderSpec) -> None:

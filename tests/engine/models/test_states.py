@@ -203,7 +203,7 @@ def test_after_the_death_of_its_rank_a_sequence_goes_on_as_if_nothing_had_happen
 def test_what_cannot_work_with_states_is_told(folder, backend, caplog):
     with caplog.at_level(logging.WARNING):
         info = opened(folder, backend, num_speculative_tokens=4, host_cache_bytes=None, max_batch=7).info
-    assert info.lacks.keys() == {"kv_transfer"}
+    assert info.lacks == {}
     assert info.num_states == 7
     config = config_of(folder, backend, num_speculative_tokens=4, host_cache_bytes=1 << 20)
     with caplog.at_level(logging.WARNING):
@@ -240,6 +240,24 @@ def test_after_a_restart_a_conversation_comes_from_the_pool_and_is_the_one_that_
             assert all(count <= limit for (_, count), limit in zip(found, most, strict=True))
             runner.close()
         assert engine.stats().total_tier_loaded_states > 0
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
+def test_a_prompt_that_was_computed_for_another_engine_is_taken_up_there(folder, kernels):
+    tier = TierConfig("kvloom.rank.tier.ems:open_tier", 30.0)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    asked = Request("answer", prompt(100), params)
+    with running_agent(pool_bytes=64 << 20) as agent:
+        first = tiered(folder, kernels, agent, num_blocks=40, max_seq_len=160)
+        prefill = Request("prompt", prompt(100), replace(params, max_tokens=1), gives_kv=True)
+        (given,) = (delta.kv_given for delta in run_all(engine_over(first, kv_tier=tier), prefill)["prompt"])
+        assert given.num_blocks == 99 // 16
+        first.close()  # one of a process has the pool
+        second = tiered(folder, kernels, agent, num_blocks=40, max_seq_len=160)
+        taken = run_all(engine_over(second, kv_tier=tier), replace(asked, kv_location=given.location))["answer"]
+        second.close()
+    computed = run_all(engine_over(opened(folder, kernels)), asked)["answer"]
+    assert (tokens_of(taken), taken[0].num_cached_tokens) == (tokens_of(computed), 99)
 
 
 def test_an_outer_tier_without_room_for_states_or_without_keys_is_refused_by_name(folder, backend, tmp_path):

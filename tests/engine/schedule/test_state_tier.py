@@ -21,7 +21,7 @@ from kvloom.engine.schedule.keeping import Lies, Origin, add_state
 from kvloom.engine.schedule.prefix import find_prefix
 from kvloom.engine.schedule.seq import LoadStep, Seq, Status
 from kvloom.engine.schedule.snapshots import Snapshots
-from kvloom.engine.schedule.transfers import Transfers
+from kvloom.engine.schedule.transfers import MAX_SAVING_STATES, Transfers
 from tests.engine.rank.test_kvtier import TierMachine, truth
 from tests.engine.schedule.test_snapshots import words
 from tests.support.engine.engines import drain, run_all, tokens_of
@@ -127,6 +127,20 @@ def test_a_state_that_was_given_up_here_is_found_there():
     engine.reset_prefix_cache()
     assert ask(engine, words(300, 0), 1)[1] == 1
     assert engine.stats().total_tier_loaded_states == 1
+
+
+def test_states_that_come_together_are_saved_a_few_at_a_time_and_none_is_left_out():
+    engine, tier = opened(16)
+    tier.save_delay, num_coming = 3, []
+    for i in range(6):
+        engine.add(Request(f"{i}", tuple(words(100, i)), SamplingParams(temperature=0, max_tokens=1)))
+    while engine.has_work:
+        engine.step()
+        num_coming.append(len(tier.coming))
+    assert max(num_coming) == MAX_SAVING_STATES
+    assert engine.stats().num_saving_states == 0
+    again, _ = opened(16, tier)
+    assert [ask(again, words(100, i), 1)[1] for i in range(6)] == [1] * 6
 
 
 @pytest.mark.parametrize("num_lost", [1, 3])
@@ -278,6 +292,7 @@ class StateTierMachine(TierMachine):
     @rule(data=st.data(), count=st.integers(1, 3))
     def lose(self, data: st.DataObject, count: int) -> None:
         kept: dict[Any, Any] = data.draw(st.sampled_from([self.tier.stored, self.tier.states]))
+        self.vanished |= kept.keys()
         for key in list(kept)[:count]:
             del kept[key]
 
@@ -289,11 +304,6 @@ class StateTierMachine(TierMachine):
         name = f"r{len(self.requests)}"
         self.requests[name] = Request(name, tuple(tokens), SamplingParams(seed=before.params.seed, max_tokens=5))
         self.engine.add(self.requests[name])
-
-    @rule(length=st.integers(1, 30), first=st.sampled_from([0, 50]), max_tokens=st.integers(0, 20))
-    def arrive(self, length: int, first: int, max_tokens: int) -> None:
-        """Prompts are not given to other engines where layers keep states."""
-        super().arrive(length, first, max_tokens, False)
 
     def teardown(self) -> None:
         prefix.LEAST_APART = self.least

@@ -40,6 +40,7 @@ class FakeTier:
     states: dict[tuple[bytes, int], Bytes] = field(default_factory=dict)  # by key and size
     coming: dict[int, tuple[tuple[bytes, int], Bytes]] = field(default_factory=dict)  # states that are being saved
     found: dict[int, Bytes] = field(default_factory=dict)  # states that wait to be settled, by transfer
+    was_state: set[int] = field(default_factory=set)  # transfers that saved a state
     num_polls: int = 0
 
     def load(self, transfer: Transfer) -> None:
@@ -50,6 +51,7 @@ class FakeTier:
         if (state := transfer.state) is not None:
             data = self.memory.states.read(state.place, state.block)
             self.coming[transfer.id] = (state.key, len(data)), data
+            self.was_state.add(transfer.id)
         self.waiting.append((self.num_polls + self.delay + self.save_delay, False, transfer))
 
     def poll(self) -> list[Moved]:

@@ -19,7 +19,8 @@ def begin_keep(step: SeqStep, work: Work, pool: BlockPool) -> None:
         return
     mark = seq.marks.pop(0)
     assert mark.position == end, "a step went past a mark"
-    if pool.snapshots.make_room(end, seq.base):
+    is_wanted = seq.giving is not None and mark.is_lasting  # by another engine
+    if pool.snapshots.make_room(end, seq.base, is_wanted):
         found = pool.states.allocate(1)
         assert found is not None, "there are places for all snapshots"
         seq.keeping.append(Keep(mark, found[0]))

@@ -14,7 +14,7 @@ from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.giving import Giving
 from kvloom.engine.schedule.keeping import Lies, Origin, add_state, publish_as
 from kvloom.engine.schedule.seq import LoadStep, Seq, SeqStep, Status, num_blocks_of
-from kvloom.engine.schedule.snapshots import Snapshot
+from kvloom.engine.schedule.snapshots import Snapshot, known_base
 
 PATIENCE = 1.2  # the tier reports within its deadline; the engine waits this factor longer, then computes
 MAX_SAVING = 4  # saves hold at most one block in so many
@@ -45,6 +45,7 @@ class Transfers:
         self._new_found: list[FoundState] = []
         self._num_saving = 0
         self._num_saving_states = 0
+        self._due_states: dict[Snapshot, None] = {}  # those that are saved when others have arrived
         self._stored: dict[int, bytes] = {}  # block -> key under which the tier was given it, or gave it
         self._stored_states: dict[int, bytes] = {}  # the same of places
         self._is_up = timeout_s is not None
@@ -92,7 +93,8 @@ class Transfers:
         states = self._pool.snapshots.take_fresh()
         if self._timeout_s is None or not self._is_up:
             return
-        self._save_states(states)
+        self._due_states |= dict.fromkeys(states)
+        self._save_states()
         for chain in chains:
             blocks = list(chain[: max(0, self._pool.num_blocks // MAX_SAVING - self._num_saving)])
             keys = [key for block in blocks if (key := self._pool.key_of(block)) is not None]
@@ -101,25 +103,33 @@ class Transfers:
                 self._num_saving += len(blocks)
                 self._begin_save(blocks, keys)
 
-    def _save_states(self, snapshots: Iterable[Snapshot]) -> None:
-        """Save those that the tier was not given since it is up, while few are on their way."""
-        for each in snapshots:
-            key = chain_hash(each.parent, each.tail)
-            is_due = not each.is_forgotten and self._stored_states.get(each.place) != key
-            if is_due and self._num_saving_states < MAX_SAVING_STATES:
-                block = each.block if len(each.tail) < self._pool.snapshots.block_size else -1
-                transfer = Transfer(self._draw_id(), [], [], state=KeptState(each.place, block, key))
-                self._saves[transfer.id] = transfer
-                self._new_saves.append(transfer)
-                self._stored_states[each.place] = key
-                self._num_saving_states += 1
+    def _save_states(self) -> None:
+        """Save the states that are due, if the tier was not given them since it is up; few at once."""
+        due = [
+            each
+            for each in self._due_states
+            if not each.is_forgotten and self._stored_states.get(each.place) != chain_hash(each.parent, each.tail)
+        ]
+        count = MAX_SAVING_STATES - self._num_saving_states
+        for each in due[:count]:
+            self._begin_state(each)
+            self._num_saving_states += 1
+        self._due_states = dict.fromkeys(due[count:])
+
+    def _begin_state(self, snapshot: Snapshot) -> Transfer:
+        key = chain_hash(snapshot.parent, snapshot.tail)
+        block = snapshot.block if len(snapshot.tail) < self._pool.snapshots.block_size else -1
+        transfer = Transfer(self._draw_id(), [], [], state=KeptState(snapshot.place, block, key))
+        self._saves[transfer.id] = transfer
+        self._new_saves.append(transfer)
+        self._stored_states[snapshot.place] = key
+        return transfer
 
     def save_missing(self, steps: Sequence[SeqStep]) -> None:
         """Save the cached blocks and the states that new sequences start with and that the tier was not given since it
         is up: it was down when they were computed, or the share of blocks for saves was used up.
         """
-        if self._timeout_s is not None and self._is_up:
-            self._save_states(step.snapshot for step in steps if step.snapshot is not None)
+        self._due_states |= {step.snapshot: None for step in steps if step.snapshot is not None}
         missing = (
             [block for block in step.hits if self._stored.get(block) != self._pool.key_of(block)]
             for step in steps
@@ -128,7 +138,8 @@ class Transfers:
         self.save(blocks for blocks in missing if blocks)
 
     def give(self, seqs: Iterable[Seq]) -> None:
-        """Save the computed blocks of prompts that another engine takes up: all of them, whatever the share for saves.
+        """Save the computed blocks of prompts that another engine takes up: all of them, whatever the share for saves;
+        and the last state that is taken of each.
 
         Blocks that the tier holds already are sent again, because the engine cannot know what the tier has dropped; the
         tier skips them.
@@ -140,6 +151,11 @@ class Transfers:
             if blocks := seq.block_table[new]:
                 transfer = self._begin_save(blocks, seq.hashes[new])
                 giving.sent(transfer.id, len(blocks))
+                self._givings[transfer.id] = giving
+            state = known_base(seq.base)
+            if state is not None and giving.state is None and not (seq.marks or seq.keeping):
+                transfer = self._begin_state(state)
+                giving.sent_state(transfer.id, state.position // self._pool.snapshots.block_size)
                 self._givings[transfer.id] = giving
 
     def _begin_save(self, blocks: list[int], keys: list[bytes]) -> Transfer:
@@ -156,6 +172,7 @@ class Transfers:
             "total_tier_loaded_blocks": self._num_loaded,
             "total_tier_saved_blocks": self._num_saved,
             "num_saving_blocks": self._num_saving,
+            "num_saving_states": self._num_saving_states + len(self._due_states),
             "total_tier_loaded_states": self._num_loaded_states,
             "total_tier_saved_states": self._num_saved_states,
         }
@@ -170,6 +187,8 @@ class Transfers:
         if is_tier_up and not self._is_up:
             self._stored.clear()  # it may have lost what it had
             self._stored_states.clear()
+        if not is_tier_up:
+            self._due_states.clear()
         self._is_up, self.pool = is_tier_up, pool or self.pool
         for report in reports:
             load, save = self._loads.pop(report.id, None), self._saves.pop(report.id, None)
@@ -180,19 +199,20 @@ class Transfers:
             count = report.num_blocks if 0 <= report.num_blocks <= most else 0
             if load:
                 self._finish_load(load, count, report.position)
-            elif transfer.state is not None:
-                self._num_saving_states -= 1
-                self._num_saved_states += count
             else:
                 self._finish_save(transfer, count)
+        self._save_states()
 
     def _finish_save(self, transfer: Transfer, count: int) -> None:
-        self._num_saved += count
-        giving = self._givings.pop(transfer.id, None)
-        if giving is None:
-            self._num_saving -= len(transfer.blocks)
-        else:
+        is_state, giving = transfer.state is not None, self._givings.pop(transfer.id, None)
+        self._num_saved_states += count if is_state else 0
+        self._num_saved += 0 if is_state else count
+        if giving is not None:
             giving.finish(transfer.id, count)
+        elif is_state:
+            self._num_saving_states -= 1
+        else:
+            self._num_saving -= len(transfer.blocks)
         self._pool.release(transfer.blocks)
 
     def _finish_load(self, load: _Load, count: int, position: int) -> None:
@@ -251,22 +271,23 @@ class Transfers:
 
 class Moves:
     """Merges the reports of several ranks: a transfer has ended when all report it; the smallest number of blocks
-    counts.
+    counts, and a state that all have found at the same position.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._counts: dict[int, list[int]] = {}  # transfer id -> blocks moved, for each rank that has reported
+        self._reports: dict[int, list[Moved]] = {}  # by transfer, of each rank that has reported it
 
     def merge(self, reports: Sequence[Sequence[Moved]]) -> list[Moved]:
         """The transfers that ended with these reports; one list of reports a rank."""
         finished = []
         for report in (report for of_rank in reports for report in of_rank):
-            counts = self._counts.setdefault(report.id, [])
-            counts.append(report.num_blocks)
-            if len(counts) == self._num_ranks:
-                finished.append(Moved(report.id, min(counts)))
-                del self._counts[report.id]
+            known = self._reports.setdefault(report.id, [])
+            known.append(report)
+            if len(known) == self._num_ranks:
+                (position, *others) = {each.position for each in known}
+                finished.append(Moved(report.id, min(each.num_blocks for each in known), 0 if others else position))
+                del self._reports[report.id]
         return finished
 
 
