@@ -27,7 +27,7 @@ static void test_tile(const Linear& linear) {
         std::vector<int8_t> data(static_cast<size_t>(rows * padded));
         std::vector<int32_t> sums(static_cast<size_t>(rows * num_sums(format, padded)));
         const Activations x{data.data(), scale.data(), sums.data()};
-        std::vector<float> values = noise(padded), out(static_cast<size_t>(rows * kPanel));
+        std::vector<float> values(static_cast<size_t>(padded), 1), out(static_cast<size_t>(rows * kPanel));  // the largest first
         for (int m = 0; m < rows; m++, values = noise(padded)) store_activations(x, m, values.data(), padded, format);
         multiply(format, rows, {x, 0, padded, linear.panel(0), out.data()});
         for (int m = 0; m < rows; m++)
@@ -44,7 +44,7 @@ static void test_many_rows(const Linear& linear) {
     std::vector<int8_t> data(static_cast<size_t>(most * cols));
     std::vector<int32_t> sums(static_cast<size_t>(most * num_sums(format, cols)));
     const Activations x{data.data(), scale.data(), sums.data()};
-    for (int64_t m = 0; m < most; m++) store_activations(x, m, noise(cols).data(), cols, format);
+    for (int64_t m = 0; m < most; m++) store_activations(x, m, (m == 0 ? std::vector<float>(size_t(cols), 1) : noise(cols)).data(), cols, format);
     for (int64_t rows : {int64_t(kRowsOnce), int64_t(kUnpackFrom - 1), int64_t(kUnpackFrom), int64_t(kUnpackFrom + 1), most}) {
         multiply(format, rows, {x, 0, cols, linear.panel(0), out.data()});
         for (int64_t m = 0; m < rows; m++) {
@@ -113,13 +113,23 @@ static void on_grid(const GridShape& grid, std::vector<uint8_t>& numbers) {
     }
 }
 
+// The number of a format whose value, as micro-kernels multiply it, is the largest in size.
+static int largest_number(int format) {
+    int largest = (1 << number_bits(format)) - 1;
+    for (int i = 0; has_table(format) && i < 16; i++)
+        if (std::abs(table_of(format)[i]) > std::abs(table_of(format)[largest & 15])) largest = i;
+    return largest;
+}
+
 // A panel packed from a file's numbers: every number of the format, scales of both signs, with and without minimums.
+// The first channel has the largest number everywhere, so that its sums are the largest that occur.
 // Those of super-blocks are small integers, from `least` to `most`, times factors.
 static void test_kept(int format, int64_t cols, int64_t run, bool has_minimums, int least = 0, int most = 0) {
     const OnePanel panel(cols, format);
     const int64_t runs = (cols + run - 1) / run, blocks = cols / kSuper;
     std::vector<uint8_t> numbers(static_cast<size_t>(kPanel * cols));
     for (uint8_t& number : numbers) number = uint8_t(generator() & ((1u << number_bits(format)) - 1));
+    std::fill_n(numbers.begin(), cols, uint8_t(largest_number(format)));
     if (has_grid(format)) on_grid(grid_of(format), numbers);
     const float size = 1.0f / float(scaling_of(format) == Scaling::kOdd ? 64 : 1 << number_bits(format)) / float(is_super(format) ? most : 1);
     std::vector<float> scales = noise(kPanel * runs, size), minimums = noise(kPanel * runs), want;

@@ -18,6 +18,7 @@ constexpr int kAttentionGroups = 1;
 constexpr int kTilesOnce = 1;
 constexpr int kByteZero = 0;  // load_bytes subtracts 128: vpmaddubsw would saturate with bytes above 127
 constexpr int kQuadsUnrolled = 8;  // so that planes are shifted by constants
+constexpr int kFewQuads = 8;
 
 struct F32 {
     __m256 lo, hi;
@@ -187,22 +188,35 @@ inline Bytes with_bits(Bytes low, const uint8_t* plane, int shift, int mask) {
     return {with_bits_half(low.lo, plane, shift, mask), with_bits_half(low.hi, plane + 32, shift, mask)};
 }
 
+// Two sums of two products a channel. They are added up in 16 bits as long as these suffice (quads_of_few), because the
+// processor has half as many units for multiplications as for additions.
+struct Few {
+    __m256i lo, hi;
+};
+inline Few begin_few(I32) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline I32 end_few(I32 acc, Few few) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(few.lo, ones)), _mm256_add_epi32(acc.hi, _mm256_madd_epi16(few.hi, ones))};
+}
 // Multiplies |w| by x with the sign of w. Both are at most 127 in size, so sums of two products do not saturate.
-inline __m256i dot_signed(__m256i acc, __m256i weights, __m256i x) {
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+inline __m256i signed_pairs(__m256i weights, __m256i x) {
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
 }
-inline __m256i dot_unsigned(__m256i acc, __m256i weights, __m256i x) {
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, x), _mm256_set1_epi16(1)));
+// Written as assembly: GCC orders additions anew, all products first, which then lie on the stack.
+inline __m256i add_words(__m256i acc, __m256i words) {
+    asm("vpaddw %1, %0, %0" : "+x"(acc) : "x"(words));
+    return acc;
 }
-inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
+inline Few dot_weights(Few few, Bytes weights, int32_t quad) {
     const __m256i x = _mm256_set1_epi32(quad);
-    return {dot_signed(acc.lo, weights.lo, x), dot_signed(acc.hi, weights.hi, x)};
+    return {add_words(few.lo, signed_pairs(weights.lo, x)), add_words(few.hi, signed_pairs(weights.hi, x))};
 }
-inline I32 dot_nibbles(I32 acc, Bytes weights, int32_t quad) {
+inline Few dot_nibbles(Few few, Bytes weights, int32_t quad) {
     const __m256i x = _mm256_set1_epi32(quad);
-    return {dot_unsigned(acc.lo, weights.lo, x), dot_unsigned(acc.hi, weights.hi, x)};
+    return {add_words(few.lo, _mm256_maddubs_epi16(weights.lo, x)), add_words(few.hi, _mm256_maddubs_epi16(weights.hi, x))};
 }
+inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) { return end_few(acc, dot_weights(begin_few(acc), weights, quad)); }
+inline I32 dot_nibbles(I32 acc, Bytes weights, int32_t quad) { return end_few(acc, dot_nibbles(begin_few(acc), weights, quad)); }
 
 inline __m256 first_half(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 inline __m256 second_half(__m256i pairs) {

@@ -23,6 +23,7 @@ constexpr int kTilesOnce = 4;      // 24 sums with 6 queries
 // vpdpbusd reads unsigned bytes: the caller starts sums at -128 * (sum of activations)
 constexpr int kByteZero = 128;
 constexpr int kQuadsUnrolled = 8;  // so that planes are shifted by constants
+constexpr int kFewQuads = 1;
 
 struct F32 {
     __m512 v;
@@ -147,6 +148,9 @@ inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
     return acc;
 }
 inline I32 dot_nibbles(I32 acc, Bytes weights, int32_t quad) { return dot_weights(acc, weights, quad); }
+using Few = I32;
+inline Few begin_few(I32 acc) { return acc; }
+inline I32 end_few(I32, Few few) { return few; }
 
 #define KVL_HAS_PAIRS 1
 inline Pairs load_pairs(const uint16_t* from) { return {_mm512_loadu_si512(from)}; }

@@ -22,6 +22,7 @@ constexpr int kTilesOnce = 1;     // key tiles, or vectors of values, that share
 constexpr int kByteZero = 0;
 // quads of nibbles whose loop is unrolled; not here, where each operation is a loop: it would compile for minutes
 constexpr int kQuadsUnrolled = 1;
+constexpr int kFewQuads = 1;      // most quads whose products are added up as Few
 
 struct F32 {
     float lane[kLanes];
@@ -223,6 +224,12 @@ inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
     return acc;
 }
 inline I32 dot_nibbles(I32 acc, Bytes weights, int32_t quad) { return dot_weights(acc, weights, quad); }
+
+// Sums of a few quads, which may have fewer bits than I32: begin_few, then dot_weights or dot_nibbles for each quad, then
+// end_few with the same `acc`, which adds them to it.
+using Few = I32;
+inline Few begin_few(I32 acc) { return acc; }
+inline I32 end_few(I32, Few few) { return few; }
 
 // The first and the second elements of 16 pairs of bf16, widened to floats.
 struct PairHalves {

@@ -63,6 +63,7 @@ void tile_bytes(const Pass& pass, const Table&) {
 template <int ROWS, int FORMAT, bool IS_DECODED>
 void multiply_groups(const Pass& pass, int64_t first, int64_t count, const Table& table, const float* decoded) {
     constexpr int kParts = has_runs(FORMAT) ? 2 : 1, kRuns = kFileGroup / kRun, kQuads = kFileGroup / 4 / kParts;
+    constexpr int kFew = quads_of_few(FORMAT);
     const int64_t groups = pass.cols / kFileGroup;
     const int8_t* x = pass.x.data + pass.row * pass.cols + first * kFileGroup;
     const float* scale = pass.x.scale + pass.row * groups + first;
@@ -88,21 +89,29 @@ void multiply_groups(const Pass& pass, int64_t first, int64_t count, const Table
                     a[m] = b[m] = splat_int(-zero_of(FORMAT) * sum);
                 }
 #pragma GCC unroll kQuadsUnrolled
-                for (int in_part = 0; in_part < kQuads; in_part++, x += 4) {
-                    const int quad = part * kQuads + in_part;
-                    if (plane_bytes(FORMAT) < group_bytes(FORMAT) && quad % 2 == 0) {
-                        const uint8_t* nibbles = group + plane_bytes(FORMAT) + quad / 2 * kPanel * 4;
-                        prefetch_weights(nibbles + ahead, passing);
-                        prefetch_weights(nibbles + ahead + 64, passing);
-                    }
-                    const Bytes wa = quad_of<FORMAT>(group, quad, table);
-                    const Bytes wb = quad_of<FORMAT>(group + kLanes * 4, quad, table);
+                for (int begin = 0; begin < kQuads; begin += kFew) {
+                    Few few_a[ROWS], few_b[ROWS];
 #pragma GCC unroll 8
-                    for (int m = 0; m < ROWS; m++) {
-                        const int32_t xs = word_at(x + m * pass.cols);
-                        a[m] = dot_quad<FORMAT>(a[m], wa, xs);
-                        b[m] = dot_quad<FORMAT>(b[m], wb, xs);
+                    for (int m = 0; m < ROWS; m++) few_a[m] = begin_few(a[m]), few_b[m] = begin_few(b[m]);
+#pragma GCC unroll kQuadsUnrolled
+                    for (int in_few = 0; in_few < kFew; in_few++, x += 4) {
+                        const int quad = part * kQuads + begin + in_few;
+                        if (plane_bytes(FORMAT) < group_bytes(FORMAT) && quad % 2 == 0) {
+                            const uint8_t* nibbles = group + plane_bytes(FORMAT) + quad / 2 * kPanel * 4;
+                            prefetch_weights(nibbles + ahead, passing);
+                            prefetch_weights(nibbles + ahead + 64, passing);
+                        }
+                        const Bytes wa = quad_of<FORMAT>(group, quad, table);
+                        const Bytes wb = quad_of<FORMAT>(group + kLanes * 4, quad, table);
+#pragma GCC unroll 8
+                        for (int m = 0; m < ROWS; m++) {
+                            const int32_t xs = word_at(x + m * pass.cols);
+                            few_a[m] = dot_quad<has_table(FORMAT)>(few_a[m], wa, xs);
+                            few_b[m] = dot_quad<has_table(FORMAT)>(few_b[m], wb, xs);
+                        }
                     }
+#pragma GCC unroll 8
+                    for (int m = 0; m < ROWS; m++) a[m] = end_few(a[m], few_a[m]), b[m] = end_few(b[m], few_b[m]);
                 }
                 ScalesOf<FORMAT> of_part;
                 if constexpr (IS_DECODED) of_part = ScalesOf<FORMAT>::of_floats(decoded), decoded += decoded_floats(FORMAT);

@@ -134,9 +134,21 @@ constexpr int zero_of(int format) {
     }
 }
 
-template <int FORMAT>
-inline I32 dot_quad(I32 acc, Bytes weights, int32_t quad) {
-    return has_table(FORMAT) ? dot_weights(acc, weights, quad) : dot_nibbles(acc, weights, quad);
+// Quads of a part that are added up as Few: their products with activations, 127 at most, fit 16 bits in pairs.
+constexpr int quads_of_few(int format) {
+    int weight = (1 << number_bits(format)) - 1, count = 1;
+    if (has_table(format)) {
+        weight = 0;
+        for (const int8_t each : table_of(format)) weight = max_of(weight, each < 0 ? -each : int(each));
+    }
+    const int quads = min_of(kFewQuads, kFileGroup / 4 / (has_runs(format) ? 2 : 1));
+    while (2 * count <= quads && 2 * count * 2 * 127 * weight < 1 << 15) count *= 2;
+    return count;
+}
+
+template <bool IS_SIGNED>
+inline Few dot_quad(Few few, Bytes weights, int32_t quad) {
+    return IS_SIGNED ? dot_weights(few, weights, quad) : dot_nibbles(few, weights, quad);
 }
 
 }  // namespace kvl

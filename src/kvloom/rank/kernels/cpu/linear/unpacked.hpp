@@ -58,18 +58,9 @@ struct Unpacked {
     alignas(64) float scales[kUnpackedCols / kRun * 2 * kPanel];
 };
 
-// What the micro-kernels of unpacked weights need to know of a format.
-struct UnpackedShape {
-    explicit constexpr UnpackedShape(int format)
-        : parts(group_size(format) / part_size(format)), has_min(kvl::has_min(format)), is_signed(has_table(format)), zero(zero_of(format)) {}
-    int parts;
-    bool has_min, is_signed;
-    int zero;
-};
-
 // Multiplies ROWS rows by `groups` unpacked groups, from group `first` of the panel on, and adds the results to `out`
 // (first == 0: stores them).
-template <int ROWS, int PARTS, bool HAS_MIN, bool IS_SIGNED>
+template <int ROWS, int PARTS, bool HAS_MIN, bool IS_SIGNED, int FEW>
 void multiply_unpacked_rows(const Pass& pass, int64_t first, int64_t groups, int zero, const Unpacked& unpacked) {
     constexpr int kRuns = kFileGroup / kRun, kQuads = kFileGroup / 4 / PARTS;
     const int64_t all = pass.cols / kFileGroup;
@@ -89,14 +80,22 @@ void multiply_unpacked_rows(const Pass& pass, int64_t first, int64_t groups, int
                 a[m] = b[m] = splat_int(-zero * sum[m]);
             }
 #pragma GCC unroll 1
-            for (int quad = 0; quad < kQuads; quad++, x += 4, weights += kPanel * 4) {
-                const Bytes wa = get_bytes(weights), wb = get_bytes(weights + kLanes * 4);
+            for (int begin = 0; begin < kQuads; begin += FEW) {
+                Few few_a[ROWS], few_b[ROWS];
 #pragma GCC unroll 8
-                for (int m = 0; m < ROWS; m++) {
-                    const int32_t xs = word_at(x + m * pass.cols);
-                    a[m] = IS_SIGNED ? dot_weights(a[m], wa, xs) : dot_nibbles(a[m], wa, xs);
-                    b[m] = IS_SIGNED ? dot_weights(b[m], wb, xs) : dot_nibbles(b[m], wb, xs);
+                for (int m = 0; m < ROWS; m++) few_a[m] = begin_few(a[m]), few_b[m] = begin_few(b[m]);
+#pragma GCC unroll 8
+                for (int quad = 0; quad < FEW; quad++, x += 4, weights += kPanel * 4) {
+                    const Bytes wa = get_bytes(weights), wb = get_bytes(weights + kLanes * 4);
+#pragma GCC unroll 8
+                    for (int m = 0; m < ROWS; m++) {
+                        const int32_t xs = word_at(x + m * pass.cols);
+                        few_a[m] = dot_quad<IS_SIGNED>(few_a[m], wa, xs);
+                        few_b[m] = dot_quad<IS_SIGNED>(few_b[m], wb, xs);
+                    }
                 }
+#pragma GCC unroll 8
+                for (int m = 0; m < ROWS; m++) a[m] = end_few(a[m], few_a[m]), b[m] = end_few(b[m], few_b[m]);
             }
             const auto of_part = Scales<HAS_MIN>::of_floats(scales);
 #pragma GCC unroll 8
@@ -109,16 +108,12 @@ void multiply_unpacked_rows(const Pass& pass, int64_t first, int64_t groups, int
 using UnpackedRows = void (*)(const Pass&, int64_t first, int64_t groups, int zero, const Unpacked&);
 
 // The kernel for 1 <= rows <= kRowsMany.
-template <int ROWS = kRowsMany>
-UnpackedRows unpacked_rows(UnpackedShape shape, int rows) {
+template <int FORMAT, int ROWS = kRowsMany>
+UnpackedRows unpacked_rows(int rows) {
     if constexpr (ROWS > 1)
-        if (rows < ROWS) return unpacked_rows<ROWS - 1>(shape, rows);
-    if (shape.parts == 1) {
-        if (shape.has_min) return &multiply_unpacked_rows<ROWS, 1, true, false>;
-        return shape.is_signed ? &multiply_unpacked_rows<ROWS, 1, false, true> : &multiply_unpacked_rows<ROWS, 1, false, false>;
-    }
-    if (shape.has_min) return &multiply_unpacked_rows<ROWS, 2, true, false>;
-    return shape.is_signed ? &multiply_unpacked_rows<ROWS, 2, false, true> : &multiply_unpacked_rows<ROWS, 2, false, false>;
+        if (rows < ROWS) return unpacked_rows<FORMAT, ROWS - 1>(rows);
+    constexpr int kParts = group_size(FORMAT) / part_size(FORMAT);
+    return &multiply_unpacked_rows<ROWS, kParts, has_min(FORMAT), has_table(FORMAT), quads_of_few(FORMAT)>;
 }
 
 // Whether weights are unpacked for many rows, or scales alone, or nothing. Where two rows share a pass, unpacking once
@@ -151,7 +146,7 @@ void multiply_unpacked(const Pass& pass, int rows, const Table& table) {
             const int begin = int(parts.begin(i)), rows_of_part = int(parts.begin(i + 1)) - begin;
             if (g + count == groups) pass.ask(begin, begin + rows_of_part);
             const Pass part{pass.x, pass.row + begin, pass.cols, blocks, pass.out + begin * kPanel};
-            if constexpr (kHasWeights) unpacked_rows(UnpackedShape(FORMAT), rows_of_part)(part, g, count, zero_of(FORMAT), unpacked);
+            if constexpr (kHasWeights) unpacked_rows<FORMAT>(rows_of_part)(part, g, count, zero_of(FORMAT), unpacked);
             else multiply_some<FORMAT>(part, rows_of_part, g, count, table, unpacked);
         }
     }
