@@ -61,6 +61,12 @@ PRINTED = SHOWN.replace("{{ c.function.arguments | tojson }}", "{{ c.function.ar
 NO_CALLS = SHOWN.replace(CALLS, "")
 NO_RESULTS = SHOWN.replace("in messages", "in messages if m.role != 'tool'")
 PARTS = SHOWN.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
+WITHIN = (
+    "{% for m in messages %}{{ m.role }}:"
+    + CALLS
+    + "{% for r in m.tool_responses or [] %}[{{ r.name }} {{ r.response }}]"
+    "{% endfor %}{{ m.content }};{% endfor %}{# tools #}"
+)  # shows the role tool as any role
 
 BEGIN, END = "<tool_call>\n<function=f>\n<parameter=", "\n</function>\n</tool_call>"
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
@@ -156,11 +162,30 @@ TWO = [ASKED, called('{"k": 1}', '{"k": 2}'), result(0), result(1)]
             'u:Q;a:<tool_call>\n{"name": "f", "arguments": {"k": 1}}\n</tool_call>;'
             "u:<tool_response>\nT0\n</tool_response>\n<tool_response>\nT1\n</tool_response>;",
         ),
+        (WITHIN, [ASKED, called("{}"), result(0)], "user:Q;assistant:<f {}>[f T0];"),
+        (WITHIN, [ASKED, called("{}"), result(0), DONE, AGAIN], "user:Q;assistant:<f {}>[f T0]A;user:R;"),
+        (WITHIN, [*TWO[:2], result(1), result(0)], 'user:Q;assistant:<f {"k": 1}><f {"k": 2}>[f T1][f T0];'),
+        (WITHIN, [ASKED, called("{}", text="X"), result(0)], "user:Q;assistant:X;assistant:<f {}>[f T0];"),
+        (
+            WITHIN, [ASKED, called("{}"), result(0), called("{}"), result(0), DONE, MORE],
+            "user:Q;assistant:<f {}>[f T0];assistant:<f {}>[f T0]A;assistant:B;",
+        ),
+        (WITHIN.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}"), [ASKED, called("{}"), result(0)],
+         "user:Q;assistant:<f {}>[f T0];"),
         (PARTS, [RULE, ASKED, called('{"k": 1}'), result(0)], 's:S;u:Q;a:<f {"k": 1}>;t:T0;'),
     ],
 )  # fmt: skip
 def test_calls_that_a_template_does_not_take_are_shown_as_it_takes_them(template: str, turns: list[Any], text: str):
     assert prompt(template, turns) == text
+
+
+def test_results_in_the_message_that_calls_have_the_name_of_their_call():
+    calls = called("{}", "{}")
+    calls["tool_calls"][1]["function"]["name"] = "g"
+    no_id = {"role": "tool", "content": "T"}
+    assert prompt(WITHIN, [ASKED, calls, result(1), result(0)]).endswith("[g T1][f T0];")
+    assert prompt(WITHIN, [ASKED, calls, no_id, no_id]).endswith("[f T][g T];")
+    assert prompt(WITHIN, [ASKED, calls, result(0), result(1), {**no_id, "name": "h"}]).endswith("[f T0][g T1][h T];")
 
 
 def test_a_template_that_takes_ids_of_nine_letters_alone_gets_such():

@@ -93,6 +93,10 @@ XML = (
         ("llama3", "<|python_tag|>print(1)", ("<|python_tag|>print(1)", [])),
         ("llama3", "Hello {you}", ("Hello {you}", [])),
         ("llama3", bare("f") + " ok", ("ok", [("f", "{}")])),
+        ("apriel", '<tool_calls>\n[{"name": "f"}]</tool_calls>', ("", [("f", "{}")])),
+        ("mistral_list", '[TOOL_CALLS] [\n{"name": "f"},{"name": "g"}]', ("", [("f", "{}"), ("g", "{}")])),
+        ("pythonic", "So <|tool_call_start|> [f()]<|tool_call_end|>", ("So", [("f", "{}")])),
+        ("apriel", "<tool_calls>\n[1]", ("<tool_calls>\n[1]", [])),
     ],
 )  # fmt: skip
 def test_what_is_found(form: str, text: str, found: Any):
@@ -262,13 +266,13 @@ CALLS = [("f", '{"a": 1}'), ("g", "{}")]
 )
 def test_a_fenced_block_of_JSON_that_calls_a_tool_is_a_call(text: str, found: tuple[str, list[tuple[str, str]]]):
     for size in (1, 3, 1000):
-        parser = make_parser(KNOWN["hermes"], {}, fenced=("f", "g"))
+        parser = make_parser(KNOWN["hermes"], {}, fenced={"f": None, "g": None})
         events = [event for at in range(0, len(text), size) for event in parser.add(text[at : at + size])]
         assert joined(events + parser.finish()) == found, size
 
 
 def test_fenced_blocks_are_texts_where_calls_follow_a_grammar_or_another_form():
-    for name, fenced in (("hermes", ()), ("mistral", ("f",)), ("qwen3_coder", ("f",))):
+    for name, fenced in (("hermes", {}), ("mistral", {"f": None}), ("qwen3_coder", {"f": None})):
         parser = make_parser(KNOWN[name], {}, fenced=fenced)
         assert joined(parser.add(f"```json\n{F}\n```") + parser.finish()) == (f"```json\n{F}\n```", [])
 

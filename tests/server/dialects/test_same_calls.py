@@ -185,3 +185,23 @@ def test_wherever_an_answer_is_cut_its_calls_are_JSON(form: str):
                 if hasattr(event, "index"):
                     arguments[event.index] = arguments.get(event.index, "") + getattr(event, "text", "")
             assert all(isinstance(json.loads(one), dict) for one in arguments.values()), (text[:end], reason)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_half_a_mark_at_the_end_of_a_cut_answer_is_no_text_in_any_dialect(form: str, dialect: str):
+    template, text = answers()[form]
+    begin = text.index(chat(template).style.calls.opening)
+    make, _ = DIALECTS[dialect]
+    for end in range(begin + 2, begin + len(chat(template).style.calls.opening)):
+        for size in (1, 1000):
+            streaming, folding = make(chat(template)), make(chat(template))
+            cut = [*deltas(text[:end], size)[:-1], Delta("r", finish_reason=FinishReason.LENGTH)]
+            frames = b"".join(streaming.add(0, delta) for delta in cut) + streaming.end()
+            for delta in cut:
+                folding.fold(0, delta)
+            body = folding.whole().body
+            assert b"So." in (frames if size > 1 else body)
+            assert b"So." in body
+            assert text[begin:end].encode() not in frames + body
+            assert b'"' + text[begin : begin + 1].encode() + b'"' not in frames

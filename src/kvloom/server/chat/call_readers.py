@@ -44,7 +44,7 @@ class MarkedReader:
         self._form, self._schemas, self._names = form, schemas, names
         self._char = self._out = ""
         self._given: list[str] = []  # keys
-        self._behind_key: str | None = None  # what was taken behind the last mark before a key
+        self._behind_key: list[str] | None = None  # what was taken behind the last mark before a key
         self._steps = self._read()
         next(self._steps)
 
@@ -53,7 +53,7 @@ class MarkedReader:
             self.raw += char
         self._char, self._out = char, ""
         if self._behind_key is not None:
-            self._behind_key += char
+            self._behind_key.append(char)
         try:
             self._steps.send(char)
         except StopIteration:
@@ -69,7 +69,7 @@ class MarkedReader:
         if self._behind_key is None or self._form.other_end:
             return "", ""
         self._out = ""
-        found = found_in(self._form, self._behind_key, self._missing(""))
+        found = found_in(self._form, "".join(self._behind_key), self._missing(""))
         for key, value in found.arguments[: -1 if is_cut and found.is_open else None]:
             self._give(key, value, "")
         return self._out, found.rest
@@ -127,7 +127,7 @@ class MarkedReader:
         if is_streaming:
             self.name = self.found_name
         while True:
-            is_end = value.add(self._char) or value.text == "null"
+            is_end = value.add(self._char) or (not is_streaming and value.text == "null")
             self._out += self._char if is_streaming else ""
             if is_end:
                 break
@@ -187,7 +187,7 @@ class MarkedReader:
         """Arguments one after the other, up to the end of the call."""
         while not self._is_ended:
             before, after = self._key_marks()
-            held, self._behind_key = "", self._char
+            held, self._behind_key = "", [self._char]
             while not held.endswith(before):
                 held += self._char
                 yield

@@ -186,7 +186,7 @@ class ChannelReader:
                 return True
             self._value = JsonValue()
             self._events.start(self._name())
-        text = self._held if self._value.text else self._held.lstrip()
+        text = self._held if self._value.is_begun else self._held.lstrip()
         end = next((index + 1 for index, char in enumerate(text) if self._value.add(char)), None)
         self._events.arguments(text[:end])
         self._held = "" if end is None else text[end:]

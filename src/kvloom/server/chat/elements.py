@@ -96,7 +96,7 @@ def element_json(form: CallForm, known: object, root: Mapping[str, Any], text: s
     if types is not None and ("array" in types) != ("object" in types):
         is_list = "array" in types
     if is_list:
-        schema = _item_schema(known, root)
+        schema = item_schema(known, root)
         return f"[{', '.join(element_json(form, schema, root, value, depth - 1) for _, value in children)}]"
     members = {
         key: element_json(form, member_schema(known, root, key), root, value, depth - 1) for key, value in children
@@ -168,7 +168,8 @@ def member_schema(known: object, root: Mapping[str, Any], key: str) -> object:
     return next((option.get("additionalProperties") for option in options_of(known, root)), None)
 
 
-def _item_schema(known: object, root: Mapping[str, Any]) -> object:
+def item_schema(known: object, root: Mapping[str, Any]) -> object:
+    """The schema of a list's items; None where there is none."""
     return next((option["items"] for option in options_of(known, root) if "items" in option), None)
 
 
@@ -184,7 +185,7 @@ def _is_flat(form: CallForm, text: str, known: object, root: Mapping[str, Any]) 
 def _children(form: CallForm, known: object, root: Mapping[str, Any], text: str) -> list[tuple[str, str]]:
     """The elements that a value consists of: their keys and values; none where it is a text."""
     opening, found, at = _opening(form), [], 0
-    items = _item_schema(known, root)
+    items = item_schema(known, root)
     while match := opening.match(text, at):
         key = match[1]
         schema = items if key == form.item and items is not None else member_schema(known, root, key)

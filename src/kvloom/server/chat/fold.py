@@ -33,6 +33,8 @@ def folded(messages: Sequence[Mapping[str, Any]], turns: Turns) -> list[Message]
     found = [each for index, message in enumerate(found) for each in _answers_of(message, index, turns)]
     if not turns.has_several_calls:
         found = _with_single_calls(found)
+    if turns.has_results_within:
+        found = _with_results_within(found)
     return found if turns.may_begin_with_answer else _with_question_first(found)
 
 
@@ -48,14 +50,16 @@ def _without_empty(message: Mapping[str, Any], turns: Turns) -> Message:
 
 def _with_arguments(call: Mapping[str, Any], turns: Turns) -> Message:
     """The call with arguments in the template's form. Those that are no object are shown as they are."""
-    arguments = parsed_arguments(call["function"]["arguments"] or "{}")
+    function = call["function"]
+    arguments = function["parsed"] if "parsed" in function else parsed_arguments(function["arguments"])
     is_object = isinstance(arguments, Mapping)
     if not is_object and not turns.has_raw_arguments:
         arguments, is_object = {"arguments": arguments}, True
     if is_object and turns.arguments == "text":
-        given = call["function"]["arguments"]
+        given = function["arguments"]
         arguments = given if isinstance(given, str) and given else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+    others = {name: value for name, value in function.items() if name != "parsed"}
+    return {**call, "function": {**others, "arguments": arguments}}
 
 
 def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
@@ -172,6 +176,26 @@ def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
             found += results[own_at : own_at + 1]
             results = results[:own_at] + results[own_at + 1 :]
         found += results
+    return found
+
+
+def _with_results_within(messages: Sequence[Message]) -> list[Message]:
+    """Results, and the answer that follows them, in the message that calls."""
+    found = list[Message]()
+    for message in messages:
+        last = found[-1] if found and found[-1].get("tool_calls") else {}
+        is_answer = message["role"] == "assistant" and not message.get("tool_calls")
+        if last and not last["content"] and message["role"] == "tool" and isinstance(message["content"], str):
+            results = last.get("tool_responses", [])
+            calls = last["tool_calls"]
+            own = next((call for call in calls if call.get("id") == message.get("tool_call_id")), None)
+            own = own or (calls[len(results)] if len(results) < len(calls) else None)
+            name = own["function"]["name"] if own else message.get("name") or ""
+            found[-1] = {**last, "tool_responses": [*results, {"name": name, "response": message["content"]}]}
+        elif is_answer and last.get("tool_responses") and not last["content"]:
+            found[-1] = {**last, "content": message["content"]}
+        else:
+            found.append(message)
     return found
 
 

@@ -63,6 +63,11 @@ class CallForm:
     special_ids: tuple[tuple[str, int], ...] = ()
 
     @property
+    def opening(self) -> str:
+        """What begins calls in an answer: `begin`, without the bracket of a list, which models may set apart."""
+        return self.begin.removesuffix("[").rstrip() or self.begin
+
+    @property
     def comma(self) -> str:
         """What separates the arguments of a call of the kind python."""
         return ", " if self.assign == "=" else ","
@@ -286,7 +291,7 @@ class ChatForm:
     @property
     def breaks(self) -> tuple[str, ...]:
         """Marks of calls that end reasoning whose own end is missing: those that no text has."""
-        begin, is_open = self.calls.begin, self.thinking is not None and self.thinking.is_header
+        begin, is_open = self.calls.opening, self.thinking is not None and self.thinking.is_header
         found = (begin,) if begin and is_open else ()
         marks = (begin, self.calls.head.split(ID)[0].strip())  # models leave out the first of both
         return tuple(dict.fromkeys((*found, *(mark for mark in marks if any(one in mark for one in self.specials)))))

@@ -4,6 +4,7 @@ Every form is translated into the engine's (llguidance's) and checked here, so t
 """
 
 import json
+from functools import cache
 from typing import Any
 
 import llguidance
@@ -104,6 +105,19 @@ def checked_grammar(grammar: str, field: str) -> str:
             continue
         note(f"{field} is not held in full: {message}")
     return grammar
+
+
+def is_answer_of(grammar: str, text: str) -> bool:
+    """Whether an answer held to a grammar may be this text. Raises UnicodeEncodeError for half a surrogate pair."""
+    ids = list(text.encode())
+    matcher = llguidance.LLMatcher(_bytes(), grammar, log_level=0)
+    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+
+@cache
+def _bytes() -> llguidance.LLTokenizer:
+    """A tokenizer whose ids are bytes."""
+    return llguidance.LLTokenizer("byte")
 
 
 def holds_pattern(pattern: str) -> bool:

@@ -1,12 +1,13 @@
 """Incremental parser of one tool call written as a JSON object, `{"name": ..., "arguments": {...}}`."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
 
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
+Check = Callable[[str], bool]  # of arguments, as JSON text
 
 
 class _At(Enum):
@@ -21,13 +22,19 @@ class JsonValue:
     """Finds the end of one JSON value; does not validate its inside."""
 
     def __init__(self) -> None:
-        self.text = ""
+        self.is_begun = False
+        self._chars: list[str] = []  # joined when asked for: arguments may be as long as a file
         self._depth = 0
         self._is_string = self._is_escaped = False
 
+    @property
+    def text(self) -> str:
+        return "".join(self._chars)
+
     def add(self, char: str) -> bool:
         """Whether the value ends with this character. Numbers and words end before one that is_delimiter."""
-        self.text += char
+        self._chars.append(char)
+        self.is_begun = True
         if self._is_string:
             if self._is_escaped:
                 self._is_escaped = False
@@ -47,7 +54,7 @@ class JsonValue:
 
     def is_before(self, char: str) -> bool:
         """Whether the value ended before `char`: numbers and words do."""
-        return bool(self.text) and not self._depth and not self._is_string and char in ",}]" + _SPACE
+        return self.is_begun and not self._depth and not self._is_string and char in ",}]" + _SPACE
 
 
 class CallScanner:
@@ -78,7 +85,7 @@ class CallScanner:
             self.raw += char
         if self._at is _At.VALUE:
             return self._take_value(char)
-        if char not in _SPACE or (self._at is _At.KEY and self._value.text):
+        if char not in _SPACE or (self._at is _At.KEY and self._value.is_begun):
             self._take_structure(char)
         return self._ended() if self.is_done else ""
 
@@ -87,7 +94,7 @@ class CallScanner:
             self._at = _At.KEY
         elif self._at is _At.KEY and char == "{" and self.raw.split() in (["{{"], ["{", "{"]):
             self._is_within = True
-        elif self._at is _At.KEY and (self._value.text or char == '"'):
+        elif self._at is _At.KEY and (self._value.is_begun or char == '"'):
             if self._value.add(char):
                 key = _text(self._value.text)
                 self._key, self._value, self._at = key or "", JsonValue(), _At.COLON
@@ -102,7 +109,7 @@ class CallScanner:
 
     def _take_value(self, char: str) -> str:
         value = self._value
-        if not value.text:
+        if not value.is_begun:
             if char in _SPACE:
                 return ""
             if char in ",:]}":
@@ -162,6 +169,43 @@ class CallScanner:
             return ""
         self.name = self.found_name
         return "{}"
+
+
+class CheckedScanner:
+    """A CallScanner for calls of known tools with arguments. Those of a tool with a check are told once they came as a
+    whole and passed it.
+    """
+
+    def __init__(self, checks: Mapping[str, Check | None]) -> None:
+        self._scanner = CallScanner(checks, needs_arguments=True)
+        self._checks = checks
+        self._held: list[str] = []  # arguments that may not be told yet
+        self._chars: list[str] = []  # what was taken before the name was told
+        self.name: str | None = None
+        self.found_name: str | None = None  # a call that is cut before its check is none
+        self.is_done = self.is_failed = False
+
+    @property
+    def raw(self) -> str:
+        return "".join(self._chars)
+
+    def take(self, char: str) -> str:
+        scanner = self._scanner
+        if self.name is None:
+            self._chars.append(char)
+        self._held.append(scanner.take(char))
+        self.is_done, self.is_failed = scanner.is_done, scanner.is_failed
+        if scanner.name is None or self.is_failed:
+            return ""
+        check = self._checks[scanner.name]
+        if check is not None and not self.is_done:
+            return ""
+        if check is not None and not check("".join(self._held)):
+            self.is_done, self.is_failed = False, True
+            return ""
+        self.name = self.found_name = scanner.name
+        out, self._held = "".join(self._held), []
+        return out
 
 
 def _text(literal: str) -> str | None:

@@ -11,6 +11,7 @@ from kvloom.engine.text.marks import Marks
 from kvloom.server.chat.channels import Begun, ChannelReader
 from kvloom.server.chat.content import joined, sources_of, text_of, with_parts, with_texts
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom.server.chat.fenced import checks_of
 from kvloom.server.chat.form import NO_CALLS, ChatForm, Thinking
 from kvloom.server.chat.history import shapes_of
 from kvloom.server.chat.output import ChatOutput
@@ -21,7 +22,7 @@ from kvloom.server.chat.showing import as_shown
 from kvloom.server.chat.style import form_of, led, takes_parts
 from kvloom.server.chat.tool_calls import ToolCall, make_parser
 from kvloom.server.chat.tool_grammars import has_grammar, tool_grammar
-from kvloom.server.chat.tools import Tool, ToolChoice
+from kvloom.server.chat.tools import Tool, ToolChoice, with_parsed
 from kvloom.server.serving.prompts import Marked, check_length, encode_marked, request_limit
 from kvloom.server.serving.service import GenerationService
 from kvloom.server.serving.vision.seen import Look, seen_of
@@ -76,6 +77,7 @@ class PreparedChat:
     echo: str = ""  # what the answer begins with
     sight: Sight | None = None  # the images of the prompt
     is_begun: bool = False  # the prompt ends within the answer
+    is_free: bool = True  # the answer's text has no format
 
     @property
     def customs(self) -> frozenset[str]:
@@ -96,8 +98,8 @@ class PreparedChat:
         reasoning = ReasoningSplitter(self.is_thinking, style.thinking, breaks, call) if style.thinking else None
         if not may_call:
             return ChatOutput(reasoning, make_parser(NO_CALLS, {}, style.hidden) if style.specials else None)
-        is_free = self.choice.mode == "auto" and not self.params.grammar
-        calls = make_parser(style.calls, schemas, style.hidden, schemas if is_free else ())
+        fenced = checks_of(self.tools) if self.choice.mode == "auto" and self.is_free else {}
+        calls = make_parser(style.calls, schemas, style.hidden, fenced)
         return ChatOutput(reasoning, calls, max_calls, has_text)
 
 
@@ -105,6 +107,7 @@ def prepare(service: GenerationService, request: ChatRequest, params: SamplingPa
     """`params.grammar` is that of the answer's text. Raises BadRequest that names the field."""
     if not request.is_counted:
         service.check_writes(request.field)
+    request = replace(request, messages=with_parsed(request.messages))
     tools = request.tools if request.choice.mode != "none" else ()
     sources = _sources(service, request)
     card, tokenizer = service.card, service.tokenizer
@@ -118,7 +121,7 @@ def prepare(service: GenerationService, request: ChatRequest, params: SamplingPa
         text += lead_of(tokenizer, style.thinking).marks
     is_limited = has_grammar(tools, request.choice, params.grammar) or request.max_reasoning_tokens is not None
     text, is_thinking = _opened(style, request, text, is_limited)
-    calls = led(style, text, is_thinking)
+    calls, is_free = led(style, text, is_thinking), not params.grammar
     grammar = tool_grammar(calls, tools, request.choice, request.is_parallel, params.grammar)
     thinking = style.thinking
     params = replace(params, grammar=grammar)
@@ -133,7 +136,7 @@ def prepare(service: GenerationService, request: ChatRequest, params: SamplingPa
         check_length(service, seen.prompt_ids, request.field, limit)
         ids, sight = seen.prompt_ids, seen.sight
     shown = (request.tools, request.choice, request.is_parallel, is_thinking, request.role, request.echo, sight)
-    return PreparedChat(ids, params, replace(style, calls=calls), *shown, is_begun=request.is_continued)
+    return PreparedChat(ids, params, replace(style, calls=calls), *shown, request.is_continued, is_free)
 
 
 def _opened(style: ChatForm, request: ChatRequest, text: str, is_limited: bool) -> tuple[str, bool]:
@@ -154,6 +157,7 @@ def _opened(style: ChatForm, request: ChatRequest, text: str, is_limited: bool) 
 def rendered(service: GenerationService, request: ChatRequest) -> tuple[Marked, tuple[ImageSource, ...]]:
     """The prompt of a chat without tools as a text, and its images. Raises BadRequest that names the field."""
     service.check_writes(request.field)
+    request = replace(request, messages=with_parsed(request.messages))
     sources = _sources(service, request)
     card, tokenizer = service.card, service.tokenizer
     style = form_of(tokenizer, False, card.tool_parser, card.reasoning_parser)

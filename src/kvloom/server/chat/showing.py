@@ -33,7 +33,7 @@ def as_shown(
         return folded(with_tools_in_text(_parsed(messages), tools), turns), ()
     if not turns.has_calls:
         messages = calls_in_text(_parsed(messages), style.calls)
-    if not turns.has_results:
+    if not turns.has_results and not turns.has_results_within:
         messages = results_in_text(messages)
     return folded(messages, turns), tools
 

@@ -5,7 +5,8 @@ text, completely; white space around calls is dropped.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from kvloom.engine.text.stop import overlap
@@ -14,7 +15,7 @@ from kvloom.server.chat.call_readers import MarkedReader
 from kvloom.server.chat.element_reader import ElementReader
 from kvloom.server.chat.events import ChatEvent, ToolCallStart, num_of_half_mark
 from kvloom.server.chat.form import ID, KNOWN, MARK, CallForm
-from kvloom.server.chat.json_calls import CallScanner
+from kvloom.server.chat.json_calls import CallScanner, Check, CheckedScanner
 
 PYTHON_TAG = "<|python_tag|>"
 
@@ -34,21 +35,22 @@ def make_parser(
     form: CallForm,
     schemas: Mapping[str, Mapping[str, Any]],
     hidden: tuple[str, ...] = (),
-    fenced: Collection[str] = (),
+    fenced: Mapping[str, Check | None] = MappingProxyType({}),
 ) -> CallParser:
     """A parser for one answer. `schemas`: of the parameters, by tool. `hidden`: marks that are dropped. `fenced`: tools
-    whose calls may stand in a fenced block of JSON too, if the form is one of JSON objects behind a mark.
+    whose calls may stand in a fenced block of JSON too, if the form is one of JSON objects behind a mark, each with
+    what its arguments must pass there.
     """
     if not form.begin:
         return BareCalls(schemas, hidden)
-    return MarkedCalls(form, schemas, hidden, fenced if form.kind == "object" else ())
+    return MarkedCalls(form, schemas, hidden, fenced if form.kind == "object" else {})
 
 
 class ToolCall:
     """A call of one of the tools, within reasoning that nothing has ended; see reasoning.MaybeCall."""
 
     def __init__(self, form: CallForm, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        self.mark = form.begin
+        self.mark = form.opening
         self._form, self._schemas = form, schemas
 
     def is_one(self, text: str, is_whole: bool) -> bool:
@@ -66,7 +68,7 @@ _MAX_UNSURE = 500  # characters of a text that is looked at again with each piec
 class _Call:
     """A call being read: its scanner, and whether its start was reported."""
 
-    def __init__(self, scanner: CallScanner | MarkedReader, events: AnswerEvents) -> None:
+    def __init__(self, scanner: CallScanner | CheckedScanner | MarkedReader, events: AnswerEvents) -> None:
         self._scanner, self._events = scanner, events
         self.is_told = False
 
@@ -116,11 +118,11 @@ class MarkedCalls:
         form: CallForm,
         schemas: Mapping[str, Mapping[str, Any]],
         hidden: tuple[str, ...] = (),
-        fenced: Collection[str] = (),
+        fenced: Mapping[str, Check | None] = MappingProxyType({}),
     ) -> None:
         """See make_parser."""
         self._form, self._schemas, self._hidden = form, schemas, hidden
-        self._fenced, self._fences = frozenset(fenced), _FENCES if fenced else ()
+        self._fenced, self._fences = fenced, _FENCES if fenced else ()
         self._in_fence = False  # behind a call in a fenced block
         self._is_line_begun = False  # whether something but spaces stands before what is held
         self._events = AnswerEvents()
@@ -130,6 +132,7 @@ class MarkedCalls:
         self._call: _Call | None = None
         self._is_known = False  # the call has no mark before its own: only a known tool's is one
         self._opens, self._closes = _opens(form), _closes(form)
+        self._is_list = form.kind == "object" or form.opening != form.begin  # calls may stand in one
         self._marks = (*self._opens, *self._hidden, *self._fences)
         self._firsts = frozenset(mark[0] for mark in (*self._marks, *self._closes))
         self._is_behind = False  # of a call: marks that end it may follow
@@ -248,7 +251,7 @@ class MarkedCalls:
         """Read on in the call; whether it is over."""
         for index, char in enumerate(self._held):
             if self._call is None:
-                if char.isspace() or (char == "[" and self._form.kind == "object"):
+                if char.isspace() or (char == "[" and self._is_list):
                     self._lead = (self._lead or "") + char
                     continue
                 self._call = self._begin(char)
@@ -262,7 +265,7 @@ class MarkedCalls:
     def _begin(self, char: str) -> _Call:
         """The reader of a call; in a form of JSON, of one as XML, and the other way round, where its mark says so."""
         if self._mark in self._fences:
-            return _Call(CallScanner(self._fenced, needs_arguments=True), self._events)
+            return _Call(CheckedScanner(self._fenced), self._events)
         if self._form.kind == "object":
             is_xml = char == "<" and self._form.begin == _XML.begin
             return _Call(MarkedReader(_XML, self._schemas) if is_xml else CallScanner(), self._events)
@@ -296,7 +299,7 @@ _FENCES = (_FENCE + "json", _FENCE)  # what begins a block
 def _opens(form: CallForm) -> tuple[str, ...]:
     """What begins a call in a text: its mark, or the one that follows it, if a model leaves the first one out."""
     own = form.head.split(ID)[0].strip()
-    return (form.begin, own) if own.startswith(_TAGS) and len(own) >= _MIN_MARK else (form.begin,)
+    return (form.opening, own) if own.startswith(_TAGS) and len(own) >= _MIN_MARK else (form.opening,)
 
 
 _TAGS = ("<", "]<]")  # what tags begin with

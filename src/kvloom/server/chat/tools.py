@@ -92,12 +92,29 @@ def allowed(tools: Sequence[Tool], names: Sequence[tuple[str, str]]) -> tuple[To
     return tuple(tool for tool in tools if tool.name in wanted)
 
 
+def with_parsed(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with the arguments of each call as `parsed` too, so that a special token's text is seen there which
+    JSON escapes hide in the text of the arguments.
+    """
+    found = list[Mapping[str, Any]]()
+    for message in messages:
+        if message.get("tool_calls"):
+            functions = [call["function"] for call in message["tool_calls"]]
+            known = [{**each, "parsed": parsed_arguments(each["arguments"])} for each in functions]
+            both = zip(message["tool_calls"], known, strict=True)
+            message = {**message, "tool_calls": [{**call, "function": function} for call, function in both]}
+        found.append(message)
+    return found
+
+
 def parsed_arguments(arguments: Any) -> Any:
     """Arguments of an earlier call in the form of templates: an object, or unchanged if they are not one."""
+    if not arguments:
+        return {}
     if not isinstance(arguments, str):
         return arguments
     try:
-        value = json.loads(arguments or "{}")
+        value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments

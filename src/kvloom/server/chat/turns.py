@@ -15,6 +15,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _RULE, _LATER, _ASKED, _AGAIN, _SAID, _MORE = "Skvla", "Skvlb", "Qkvla", "Qkvlb", "Akvla", "Akvlb"
 _RESULTS, _VALUES = ("Rkvla", "Rkvlb"), ("kvlva", "kvlvb")
 _NAMES = ("kvlfa", "kvlfb")  # of TOOLS
+_ROLE = "kvlrole"
 _KEY, _RAW = "kvlka", '{"kvlka": "kvlraw'
 _LONG_ID, _ID_LENGTH = "call_kvl{}", 9  # Mistral's templates take ids of nine letters alone
 Message = Mapping[str, Any]
@@ -35,6 +36,7 @@ class Turns:
     has_long_ids: bool = True
     has_calls: bool = True
     has_results: bool = True  # messages of the role tool
+    has_results_within: bool = False  # they stand in the member `tool_responses` of the message that calls instead
     has_several_calls: bool = True  # in one message
     has_text_with_calls: bool = True
     has_question_after_result: bool = True
@@ -120,14 +122,27 @@ def _of_shown_calls(asking: _Asking, call: "_Calls") -> dict[str, Any]:
     has_results = asking.orders([asked, called, call.result(0)], _VALUES[0], _RESULTS[0])
     several = [asked, call.message(2), call.result(0), call.result(1)]
     result = [call.result(0)] if has_results else []
+    is_within = _has_results_within(asking, call, has_results)
     return {
+        "has_results_within": is_within,
         "has_raw_arguments": asking.shows([asked, raw], "kvlraw"),
         "has_results": has_results,
         "has_several_calls": asking.shows(several if has_results else several[:2], *_VALUES),
-        "has_text_with_calls": asking.shows([asked, {**called, "content": _SAID}, *result], _SAID, _VALUES[0]),
+        "has_text_with_calls": not is_within  # the text would stand behind the results
+        and asking.shows([asked, {**called, "content": _SAID}, *result], _SAID, _VALUES[0]),
         "has_question_after_result": not has_results
         or asking.orders([asked, called, *result, _user(_AGAIN)], _RESULTS[0], _AGAIN),
     }
+
+
+def _has_results_within(asking: _Asking, call: "_Calls", has_results: bool) -> bool:
+    """Whether it shows results in the message that calls, and knows no role tool: it shows none, or as any other."""
+    before, result = [_user(_ASKED), call.message(1)], call.result(0)
+    within = {**before[1], "tool_responses": [{"name": _NAMES[0], "response": _RESULTS[0]}]}
+    if not asking.shows([before[0], within], _RESULTS[0]):
+        return False
+    other = asking.text([*before, {**result, "role": _ROLE}])
+    return not has_results or (_ROLE in other and other.replace(_ROLE, "tool") == asking.text([*before, result]))
 
 
 @dataclass(frozen=True, slots=True)
