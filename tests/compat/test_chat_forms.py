@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 from kvloom.contract.errors import BadRequest
-from kvloom.server.chat.channels import ChannelReader
+from kvloom.contract.request import Delta, FinishReason
+from kvloom.contract.sampling import SamplingParams
 from kvloom.server.chat.derive import answer_in
-from kvloom.server.chat.events import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.server.chat.form import ChatForm
 from kvloom.server.chat.place import DIRECT, lead_of
-from kvloom.server.chat.reasoning import ReasoningSplitter
+from kvloom.server.chat.request import ChatAnswer, PreparedChat
 from kvloom.server.chat.style import form_of, led
-from kvloom.server.chat.tool_calls import make_parser
 from kvloom.server.chat.tool_grammars import tool_grammar
 from kvloom.server.chat.tools import Tool, ToolChoice
 from tests.support.engine.grammars import EOS_ID, make_guide
@@ -125,37 +124,20 @@ def shown(tokenizer: RealTemplate, is_earlier: bool = False) -> Iterator[tuple[s
 def read(
     form: ChatForm, before: str, text: str, schemas: Mapping[str, Any] = SCHEMAS
 ) -> tuple[str, str, list[tuple[str, Any]]]:
-    """The text, the reasoning and the calls of an answer that comes character by character."""
+    """The text, the reasoning and the calls of an answer that comes a character at a time, as the server reads it."""
     thinking = form.thinking
     is_open = bool(thinking and thinking.begin and before.rstrip().endswith(thinking.begin))
-    if form.channels is not None:
-        reader = ChannelReader(form.channels, schemas, "reasoning" if is_open else "header")
-        return said([event for char in text for event in reader.add(char)] + reader.finish())
-    parser = make_parser(form.calls, schemas, form.hidden)
-    splitter = ReasoningSplitter(is_open, thinking, form.breaks) if thinking else None
-    events: list[Any] = []
-    for char in text:
-        events += splitter.add(char) if splitter else [TextDelta(char)]
-    events += splitter.finish() if splitter else []
-    found: list[Any] = []
-    for event in events:
-        found += parser.add(event.text) if isinstance(event, TextDelta) else [event]
-    return said(found + parser.finish())
-
-
-def said(events: list[Any]) -> tuple[str, str, list[tuple[str, Any]]]:
-    """The text, the reasoning and the calls of events."""
-    told, why, calls = "", "", []
-    for event in events:
-        if isinstance(event, TextDelta):
-            told += event.text
-        elif isinstance(event, ReasoningDelta):
-            why += event.text
-        elif isinstance(event, ToolCallStart):
-            calls.append([event.name, ""])
-        elif isinstance(event, ToolCallArguments):
-            calls[event.index][1] += event.text
-    return told.strip(), why, [(name, json.loads(arguments)) for name, arguments in calls]
+    tools = tuple(Tool(name, "does", schema) for name, schema in schemas.items())
+    output = PreparedChat((), SamplingParams(), form, tools, ToolChoice("auto"), True, is_open).output()
+    answer = ChatAnswer()
+    for delta in (*(Delta("r", char, (1,)) for char in text), Delta("r", finish_reason=FinishReason.EOS)):
+        for event in output.add(delta):
+            answer.add(event)
+    return (
+        answer.text.strip(),
+        answer.reasoning,
+        [(name, json.loads(arguments)) for name, arguments in answer.calls],
+    )
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)

@@ -266,15 +266,40 @@ CALLS = [("f", '{"a": 1}'), ("g", "{}")]
 )
 def test_a_fenced_block_of_JSON_that_calls_a_tool_is_a_call(text: str, found: tuple[str, list[tuple[str, str]]]):
     for size in (1, 3, 1000):
-        parser = make_parser(KNOWN["hermes"], {}, fenced={"f": None, "g": None})
+        parser = make_parser(KNOWN["hermes"], {}, loose={"f": None, "g": None})
         events = [event for at in range(0, len(text), size) for event in parser.add(text[at : at + size])]
         assert joined(events + parser.finish()) == found, size
 
 
 def test_fenced_blocks_are_texts_where_calls_follow_a_grammar_or_another_form():
-    for name, fenced in (("hermes", {}), ("mistral", {"f": None}), ("qwen3_coder", {"f": None})):
-        parser = make_parser(KNOWN[name], {}, fenced=fenced)
+    for name, loose in (("hermes", {}), ("mistral", {"f": None}), ("qwen3_coder", {"f": None})):
+        parser = make_parser(KNOWN[name], {}, loose=loose)
         assert joined(parser.add(f"```json\n{F}\n```") + parser.finish()) == (f"```json\n{F}\n```", [])
+
+
+P = bare("f")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"I look.\n{P}", ("I look.", [("f", "{}")])),
+        (f"I look.\n  {P}; {bare('g')}\nWait.", ("I look.Wait.", [("f", "{}"), ("g", "{}")])),
+        (f"{P} ok\n{P}", ("ok", [("f", "{}"), ("f", "{}")])),
+        (f"So {P}", (f"So {P}", [])),
+        ("So\n{x}\n" + P, ("So\n{x}", [("f", "{}")])),
+        ("So {\n" + P, ("So {", [("f", "{}")])),
+        (f"So\n{bare('h')}", (f"So\n{bare('h')}", [])),
+        ('So\n{"name": "f"}', ('So\n{"name": "f"}', [])),
+    ],
+)
+def test_a_call_without_a_mark_may_begin_a_line_of_a_text(text: str, found: tuple[str, list[tuple[str, str]]]):
+    for size in (1, 3, 1000):
+        parser = make_parser(KNOWN["llama3"], {"f": {}, "g": {}}, loose={"f": None, "g": None})
+        events = [event for at in range(0, len(text), size) for event in parser.add(text[at : at + size])]
+        assert joined(events + parser.finish()) == found, size
+    parser = make_parser(KNOWN["llama3"], {"f": {}})
+    assert joined(parser.add(f"So\n{P}") + parser.finish()) == (f"So\n{P}", [])
 
 
 @pytest.mark.parametrize("name", ["toolParser", "reasoningParser"])

@@ -182,7 +182,7 @@ class CheckedScanner:
         self._held: list[str] = []  # arguments that may not be told yet
         self._chars: list[str] = []  # what was taken before the name was told
         self.name: str | None = None
-        self.found_name: str | None = None  # a call that is cut before its check is none
+        self.found_name: str | None = None  # of a call that needs no check: one that is cut before its check is none
         self.is_done = self.is_failed = False
 
     @property
@@ -195,15 +195,18 @@ class CheckedScanner:
             self._chars.append(char)
         self._held.append(scanner.take(char))
         self.is_done, self.is_failed = scanner.is_done, scanner.is_failed
-        if scanner.name is None or self.is_failed:
+        if scanner.found_name is None or self.is_failed:
             return ""
-        check = self._checks[scanner.name]
+        check = self._checks[scanner.found_name]
+        self.found_name = scanner.found_name if check is None else None
+        if scanner.name is None:
+            return ""
         if check is not None and not self.is_done:
             return ""
         if check is not None and not check("".join(self._held)):
             self.is_done, self.is_failed = False, True
             return ""
-        self.name = self.found_name = scanner.name
+        self.name = scanner.name
         out, self._held = "".join(self._held), []
         return out
 

@@ -11,9 +11,9 @@ from kvloom.engine.text.marks import Marks
 from kvloom.server.chat.channels import Begun, ChannelReader
 from kvloom.server.chat.content import joined, sources_of, text_of, with_parts, with_texts
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
-from kvloom.server.chat.fenced import checks_of
 from kvloom.server.chat.form import NO_CALLS, ChatForm, Thinking
 from kvloom.server.chat.history import shapes_of
+from kvloom.server.chat.loose_calls import checks_of
 from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.parts import reads_parts_alone
 from kvloom.server.chat.place import Lead, lead_of
@@ -98,8 +98,8 @@ class PreparedChat:
         reasoning = ReasoningSplitter(self.is_thinking, style.thinking, breaks, call) if style.thinking else None
         if not may_call:
             return ChatOutput(reasoning, make_parser(NO_CALLS, {}, style.hidden) if style.specials else None)
-        fenced = checks_of(self.tools) if self.choice.mode == "auto" and self.is_free else {}
-        calls = make_parser(style.calls, schemas, style.hidden, fenced)
+        loose = checks_of(self.tools) if self.choice.mode == "auto" and self.is_free else {}
+        calls = make_parser(style.calls, schemas, style.hidden, loose)
         return ChatOutput(reasoning, calls, max_calls, has_text)
 
 

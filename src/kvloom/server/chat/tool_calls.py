@@ -6,18 +6,17 @@ text, completely; white space around calls is dropped.
 
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from kvloom.engine.text.stop import overlap
 from kvloom.server.chat.answer_events import AnswerEvents
+from kvloom.server.chat.bare_calls import BareCalls
 from kvloom.server.chat.call_readers import MarkedReader
 from kvloom.server.chat.element_reader import ElementReader
 from kvloom.server.chat.events import ChatEvent, ToolCallStart, num_of_half_mark
 from kvloom.server.chat.form import ID, KNOWN, MARK, CallForm
 from kvloom.server.chat.json_calls import CallScanner, Check, CheckedScanner
-
-PYTHON_TAG = "<|python_tag|>"
+from kvloom.server.chat.told_call import ToldCall
 
 
 class CallParser(Protocol):
@@ -35,15 +34,15 @@ def make_parser(
     form: CallForm,
     schemas: Mapping[str, Mapping[str, Any]],
     hidden: tuple[str, ...] = (),
-    fenced: Mapping[str, Check | None] = MappingProxyType({}),
+    loose: Mapping[str, Check | None] | None = None,
 ) -> CallParser:
-    """A parser for one answer. `schemas`: of the parameters, by tool. `hidden`: marks that are dropped. `fenced`: tools
-    whose calls may stand in a fenced block of JSON too, if the form is one of JSON objects behind a mark, each with
-    what its arguments must pass there.
+    """A parser for one answer. `schemas`: of the parameters, by tool. `hidden`: marks that are dropped. `loose`: tools
+    whose calls may also stand where no grammar writes any, if the form is one of JSON objects: in a fenced block, or
+    behind a text where calls have no mark. Each has what its arguments must pass there.
     """
     if not form.begin:
-        return BareCalls(schemas, hidden)
-    return MarkedCalls(form, schemas, hidden, fenced if form.kind == "object" else {})
+        return BareCalls(schemas, hidden, loose)
+    return MarkedCalls(form, schemas, hidden, loose if form.kind == "object" else None)
 
 
 class ToolCall:
@@ -65,51 +64,6 @@ class ToolCall:
 _MAX_UNSURE = 500  # characters of a text that is looked at again with each piece
 
 
-class _Call:
-    """A call being read: its scanner, and whether its start was reported."""
-
-    def __init__(self, scanner: CallScanner | CheckedScanner | MarkedReader, events: AnswerEvents) -> None:
-        self._scanner, self._events = scanner, events
-        self.is_told = False
-
-    @property
-    def raw(self) -> str:
-        return self._scanner.raw
-
-    @property
-    def is_over(self) -> bool:
-        return self._scanner.is_done or self._scanner.is_failed
-
-    @property
-    def is_failed(self) -> bool:
-        return self._scanner.is_failed
-
-    def take(self, char: str) -> None:
-        arguments = self._scanner.take(char)
-        if self._scanner.name is not None and not self.is_told:
-            self.is_told = True
-            self._events.start(self._scanner.name)
-        if arguments:
-            self._events.arguments(arguments)
-        if self.is_told and self.is_over:
-            self._events.end_call(is_whole=not self.is_failed)
-
-    def cut(self, is_cut: bool) -> str:
-        """No more text comes: report the call if it has a name, and close its arguments. Returns what of its text is
-        behind the call.
-        """
-        rest = ""
-        if self._scanner.found_name is not None and not self.is_told:
-            self.is_told = True
-            self._events.start(self._scanner.found_name)
-        if self.is_told:
-            if isinstance(self._scanner, MarkedReader):
-                arguments, rest = self._scanner.close(is_cut)
-                self._events.arguments(arguments)
-            self._events.end_call(is_whole=False)
-        return rest
-
-
 class MarkedCalls:
     """Calls behind a mark, anywhere in the text."""
 
@@ -118,18 +72,18 @@ class MarkedCalls:
         form: CallForm,
         schemas: Mapping[str, Mapping[str, Any]],
         hidden: tuple[str, ...] = (),
-        fenced: Mapping[str, Check | None] = MappingProxyType({}),
+        fenced: Mapping[str, Check | None] | None = None,
     ) -> None:
         """See make_parser."""
         self._form, self._schemas, self._hidden = form, schemas, hidden
-        self._fenced, self._fences = fenced, _FENCES if fenced else ()
+        self._fenced, self._fences = fenced or {}, _FENCES if fenced else ()
         self._in_fence = False  # behind a call in a fenced block
         self._is_line_begun = False  # whether something but spaces stands before what is held
         self._events = AnswerEvents()
         self._held = ""
         self._mark = ""  # of the call that is being read
         self._lead: str | None = None  # white space between the mark and the call; None outside a call
-        self._call: _Call | None = None
+        self._call: ToldCall | None = None
         self._is_known = False  # the call has no mark before its own: only a known tool's is one
         self._opens, self._closes = _opens(form), _closes(form)
         self._is_list = form.kind == "object" or form.opening != form.begin  # calls may stand in one
@@ -262,20 +216,20 @@ class MarkedCalls:
         self._held = ""
         return False
 
-    def _begin(self, char: str) -> _Call:
+    def _begin(self, char: str) -> ToldCall:
         """The reader of a call; in a form of JSON, of one as XML, and the other way round, where its mark says so."""
         if self._mark in self._fences:
-            return _Call(CheckedScanner(self._fenced), self._events)
+            return ToldCall(CheckedScanner(self._fenced), self._events)
         if self._form.kind == "object":
             is_xml = char == "<" and self._form.begin == _XML.begin
-            return _Call(MarkedReader(_XML, self._schemas) if is_xml else CallScanner(), self._events)
+            return ToldCall(MarkedReader(_XML, self._schemas) if is_xml else CallScanner(), self._events)
         if char == "{" and self._form.begin == _XML.begin:
-            return _Call(CallScanner(), self._events)
+            return ToldCall(CallScanner(), self._events)
         names = self._schemas.keys() if self._is_known else None
         reader = ElementReader if self._form.kind == "elements" else MarkedReader
-        return _Call(reader(self._form, self._schemas, names), self._events)
+        return ToldCall(reader(self._form, self._schemas, names), self._events)
 
-    def _end_call(self, call: _Call, char: str, rest: str) -> None:
+    def _end_call(self, call: ToldCall, char: str, rest: str) -> None:
         if not call.is_failed:
             self._held = rest
         elif call.is_told:  # text that breaks off a reported call is text again
@@ -314,64 +268,3 @@ def _closes(form: CallForm) -> tuple[str, ...]:
     if form.kind == "tagged" and not form.tail.strip():
         return ()  # the end of the mark is that of the call, which its reader takes
     return tuple(re.findall(rf"{MARK}|[^<\s]+", behind))
-
-
-class BareCalls:
-    """An answer that consists of JSON calls of known tools only; `<|python_tag|>` may precede them."""
-
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]], hidden: tuple[str, ...] = ()) -> None:
-        self._names, self._hidden = frozenset(schemas), hidden
-        self._events = AnswerEvents()
-        self._lead = ""  # white space and `;` before the next call
-        self._call: _Call | None = None
-        self._is_text = False
-
-    def add(self, text: str) -> list[ChatEvent]:
-        for index, char in enumerate(text):
-            if self._is_text:
-                self._events.text(text[index:])
-                break
-            self._take(char)
-        return self._events.drain()
-
-    def finish(self, is_cut: bool = False) -> list[ChatEvent]:
-        """A bare object in a cut answer may be a JSON answer: without a mark or a name it is text."""
-        if self._call is not None and (is_cut or self._call.is_told):
-            self._call.cut(is_cut)
-        is_marked = bool(self._events.num_calls) or self._lead.strip() == PYTHON_TAG
-        if is_cut and is_marked and not self._is_text:
-            pass
-        elif self._call is not None:
-            if not self._call.is_told:
-                self._events.text(self._lead + self._call.raw)
-        elif not self._is_text and (not self._events.num_calls or self._lead.strip(" \t\r\n;")):
-            if self._lead.strip() in self._hidden:
-                self._lead = ""
-            self._events.text(self._lead)
-        self._events.end()
-        return self._events.drain()
-
-    def _take(self, char: str) -> None:
-        if self._call is not None:
-            self._read_call(self._call, char)
-        elif char == "{" and self._lead.strip() in (("", ";") if self._events.num_calls else ("", PYTHON_TAG)):
-            self._call = _Call(CallScanner(self._names, needs_arguments=True), self._events)
-            self._call.take(char)
-        else:
-            self._lead += char
-            lead = self._lead.lstrip()
-            if self._events.num_calls and any(mark.startswith(lead.rstrip()) for mark in self._hidden):
-                return
-            if not (";" if self._events.num_calls else PYTHON_TAG).startswith(lead.rstrip()):
-                self._to_text(self._lead)
-
-    def _read_call(self, call: _Call, char: str) -> None:
-        call.take(char)
-        if call.is_failed:
-            self._to_text(char if call.is_told else self._lead + call.raw)
-        elif call.is_over:
-            self._lead, self._call = "", None
-
-    def _to_text(self, text: str) -> None:
-        self._is_text, self._call = True, None
-        self._events.text(text)

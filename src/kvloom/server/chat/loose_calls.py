@@ -1,4 +1,4 @@
-"""Calls in fenced blocks where tools are strict: no grammar writes these, so their arguments are checked."""
+"""Calls where no grammar writes any, as in fenced blocks: the arguments of strict tools are checked instead."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -1,6 +1,7 @@
-"""Calls in fenced blocks of JSON where tools are strict: they are calls if their arguments follow the schema."""
+"""Calls where no grammar writes any, as in fenced blocks: those of strict tools are calls if they follow the schema."""
 
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from kvloom.contract.request import Delta, FinishReason
 from kvloom.contract.sampling import SamplingParams
 from kvloom.server.chat.events import ToolCallArguments, ToolCallStart
-from kvloom.server.chat.form import HERMES, ChatForm
+from kvloom.server.chat.form import HERMES, LLAMA3, CallForm, ChatForm
+from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.request import ChatAnswer, PreparedChat
 from kvloom.server.chat.tools import Tool, ToolChoice
 
@@ -39,9 +41,11 @@ def fenced(arguments: Any, name: str = "f", indent: int | None = None) -> str:
     return f"```json\n{json.dumps({'name': name, 'arguments': arguments}, indent=indent)}\n```"
 
 
-def answer(text: str, size: int = 1000, end: FinishReason = FinishReason.EOS, **chat: Any) -> ChatAnswer:
+def answer(
+    text: str, size: int = 1000, end: FinishReason = FinishReason.EOS, form: CallForm = HERMES, **chat: Any
+) -> ChatAnswer:
     output = PreparedChat(
-        (), SamplingParams(), ChatForm(HERMES), (STRICT, LOOSE), ToolChoice("auto"), True, False, **chat
+        (), SamplingParams(), ChatForm(form), (STRICT, LOOSE), ToolChoice("auto"), True, False, **chat
     ).output()
     found = ChatAnswer()
     for at in range(0, len(text), size):
@@ -123,6 +127,22 @@ def test_a_strict_call_that_is_cut_is_neither_a_call_nor_text():
         assert answer(text[:end]).text == text[:end]  # the model ended it so
 
 
+def test_a_reader_goes_to_another_process():
+    output = PreparedChat(
+        (), SamplingParams(), ChatForm(HERMES), (STRICT, LOOSE), ToolChoice("auto"), True, False
+    ).output()
+    sent: ChatOutput = pickle.loads(pickle.dumps(output))
+    text = fenced({"a": "x", "n": 1})
+    assert sent.add(Delta("r", text, (1,), finish_reason=FinishReason.EOS))[0] == ToolCallStart(0, "f")
+
+
 def test_deep_arguments_stay_text():
     text = '```json\n{"name": "f", "arguments": ' + '{"o": ' * 3000 + "1" + "}" * 3000 + "}\n```"
     assert answer(text) == ChatAnswer(text)
+
+
+def test_calls_behind_a_text_are_held_to_schemas_too_where_they_have_no_mark():
+    for arguments, is_call in (({"n": 1, "a": "x"}, True), ({"a": "x"}, False)):
+        text = json.dumps({"name": "f", "parameters": arguments})
+        found = answer(f"So.\n{text}", form=LLAMA3)
+        assert (len(found.calls), found.text) == ((1, "So.") if is_call else (0, f"So.\n{text}"))
