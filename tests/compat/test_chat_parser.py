@@ -65,6 +65,7 @@ def varied(text: str) -> Iterator[str]:
     for whole in ends(text):
         yield whole
         yield f"\n{whole}"
+        yield f"Sure.\n{whole}"
         yield whole.replace("\n", "")
         yield whole.replace('": ', '":').replace('", "', '","')
         for mark in re.finditer(MARK, whole):
