@@ -1,11 +1,15 @@
 """Guessing by default beside no guessing, and beside llama.cpp's server: each task on all in turns, answer by answer.
 
-    python -m benches.server.speculation [MODEL] [--rounds 3] [--tasks A,B] [--llama-server PATH [--spec-types A,B]]
+    python -m benches.server.speculation [MODEL] [--rounds 3] [--tasks A,B] [--draft-model NAME]
+        [--llama-server PATH [--spec-types A,B]]
 
-Starts `kvloom serve` twice, with its default options and with `--speculate 0`, whose answers must be equal; and
-llama.cpp's server, if given, as shipped and once for each of its types of guesses. Prints one JSON line a task: tokens
-a second of the answers (medians; the prompt is in the prefix cache) and the ratios. Texts differ from round to round,
-and kvloom forgets those of the round before.
+Starts `kvloom serve` twice, with its default options and with `--speculate 0`, whose answers must be equal; and a third
+time with the draft model, if one is given; and llama.cpp's server, if given, as shipped and once for each of its types
+of guesses. Prints one JSON line a task: tokens a second of the answers (medians; the prompt is in the prefix cache) and
+the ratios. Texts differ from round to round, and kvloom forgets those of the round before.
+
+A draft model can be made of the model itself, by fewer layers or fewer bits:
+`llama-quantize --allow-requantize --prune-layers 9,10,11 MODEL DRAFT.gguf Q4_0`.
 
   edit    rename a variable in a file of 170 lines, 600 tokens
   json    an object of a schema with ten fields
@@ -35,7 +39,7 @@ from kvloom.checkpoints.demo_models import find_model
 LIMIT_S = 900.0
 CONTEXT = 16384  # of llama.cpp's server, tokens
 MODEL = "m"
-OWN = ("default", "off")
+OWN = ("default", "off", "draft_model")
 FIELDS = ["name", "kind", "colour", "country", "material", "owner", "purpose", "condition", "origin", "note"]
 SCHEMA = {
     "type": "object",
@@ -174,10 +178,13 @@ def line(task: str, rates: Mapping[str, Sequence[float]]) -> Body:
     return {"bench": "speculation", "task": task, **told, **others}
 
 
-def commands(model: str, llama_server: str | None, spec_types: Sequence[str]) -> dict[str, tuple[int, list[str]]]:
+def commands(
+    model: str, draft_model: str | None, llama_server: str | None, spec_types: Sequence[str]
+) -> dict[str, tuple[int, list[str]]]:
     """Port and command of each side."""
     sides, port = {}, free_port()
-    for side, more in (("default", []), ("off", ["--speculate", "0"])):
+    ours = {"default": [], "off": ["--speculate", "0"]}
+    for side, more in (ours | ({"draft_model": ["--draft-model", draft_model]} if draft_model else {})).items():
         sides[side] = port, serve_command(model, port, ["--served-model-name", MODEL, *more])
         port = free_port()
     for spec_type in ("", *spec_types) if llama_server else ():
@@ -194,10 +201,13 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="qwen2.5-coder-1.5b")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--draft-model", help="a draft model, which one more kvloom has")
     parser.add_argument("--llama-server", help="llama.cpp's server and further options of it")
     parser.add_argument("--spec-types", default="ngram-mod,ngram-simple,ngram-map-k", help="its types of guesses")
     args = parser.parse_args()
-    sides = commands(args.model, args.llama_server, [one for one in args.spec_types.split(",") if one])
+    sides = commands(
+        args.model, args.draft_model, args.llama_server, [one for one in args.spec_types.split(",") if one]
+    )
     urls = {side: f"http://127.0.0.1:{port}" for side, (port, _) in sides.items()}
     with ExitStack() as stack:
         for side, (_, command) in sides.items():
@@ -206,11 +216,12 @@ def main() -> None:
         for task in args.tasks.split(","):
             rates: dict[str, list[float]] = {side: [] for side in sides}
             for turn in range(args.rounds):
-                for side in OWN:
+                own = [side for side in OWN if side in urls]
+                for side in own:
                     httpx.post(f"{urls[side]}/reset_prefix_cache", timeout=LIMIT_S).raise_for_status()
                 found = play(TASKS[task], turn, urls)
-                default, off = ([text for text, _, _ in found[side]] for side in OWN)
-                assert default == off, "guesses changed an answer"
+                answers_of = [[text for text, _, _ in found[side]] for side in own]
+                assert all(texts == answers_of[0] for texts in answers_of), "guesses changed an answer"
                 for side, answers in found.items():
                     rates[side].append(rate(answers))
             print(json.dumps(line(task, rates)), flush=True)

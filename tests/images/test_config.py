@@ -71,6 +71,7 @@ def test_it_may_stand_alone(pipeline: Path):
         ({"worldSize": 2}, "worldSize: must be 1 for sd, which makes pictures, got 2"),
         ({"loraModules": ["a=b"]}, "loraModules: is of language models; sd makes pictures"),
         ({"toolParser": "hermes"}, "toolParser: is of language models; sd makes pictures"),
+        ({"draftModel": "d"}, "draftModel: is of language models; sd makes pictures"),
         ({"modelName": "mock"}, "modelName: must differ from model to model, got mock, mock"),
     ],
 )

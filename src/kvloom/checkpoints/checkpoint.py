@@ -30,6 +30,7 @@ class Checkpoint:
     embedding: Embedding
     unread: tuple[str, ...] = ()  # names of tensors that nothing reads
     stamp: Stamp = field(default_factory=list)  # stamp of the files before they were opened
+    draft: "Checkpoint | None" = None  # a smaller model that guesses for it
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:

@@ -54,10 +54,16 @@ class CacheShape:
     world_size: int = 1  # ranks, which share the heads of every layer evenly
     state_bytes: int = 0  # of one sequence on one rank, whatever its length
     windows: Windows | None = None
+    draft_token_bytes: int = 0  # of one token's keys and values in a draft model, which lie beside the model's
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block on one rank, of all layers; 0 = no layer has keys and values."""
+        return self.host_block_bytes + self.block_size * self.draft_token_bytes
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Of these, the bytes that are copied to the host when the block is swapped out: the model's own."""
         return self.block_size * self.token_bytes // self.world_size
 
     @property
@@ -179,7 +185,7 @@ def plan_pools(wanted: CapacityRequest, shape: CacheShape, machine: Machine, wei
     if machine.is_shared:
         taken = shape.pool_bytes(*blocks) + sum(states) * shape.state_bytes
         host_left = max(0, left - machine.num_sharing * taken)
-    num_host_blocks = _host_blocks(wanted, shape.block_bytes, host_left, machine.num_sharing)
+    num_host_blocks = _host_blocks(wanted, shape.host_block_bytes, host_left, machine.num_sharing)
     return Pools(blocks[0], num_host_blocks, *states, blocks[1])
 
 

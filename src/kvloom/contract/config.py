@@ -146,6 +146,7 @@ class EngineConfig:
     decode_ms_per_seq: int = 0
     max_queue_delay_s: float = 0.0
     num_speculative_tokens: int = -1  # most tokens guessed for a sequence; -1 = lookup.MOST_TOKENS, 0 = off
+    draft_model: str = ""  # a folder or a .gguf file: a smaller model that guesses too; "" = none
     prompt_lookup_min: int = 2  # shortest and longest n-gram that is looked up
     prompt_lookup_max: int = 8
     max_draft_tokens: int = 64  # as in Limits
@@ -186,6 +187,8 @@ class EngineConfig:
             _count(name, getattr(self, name), low)
         if self.world_size > 1 and self.backend == "cpu":
             raise BadRequest("world_size", "the cpu backend's threads share one rank already; leave backend at auto")
+        if self.draft_model:
+            _check_draft_model(self)
         if self.device.partition(":")[0] not in ("cpu", "cuda", "npu"):
             raise BadRequest("device", f"must be cpu, cuda or npu, got {self.device!r}")
         for name in ("device_ids", "rank_cores"):
@@ -223,6 +226,15 @@ class EngineConfig:
             max_queue_delay_s=self.max_queue_delay_s,
             max_draft_tokens=self.max_draft_tokens,
         )
+
+
+def _check_draft_model(config: EngineConfig) -> None:
+    if config.num_speculative_tokens == 0:
+        raise BadRequest("draft_model", "has no effect with num_speculative_tokens 0, which guesses nothing")
+    if config.backend == "fake":
+        raise BadRequest("draft_model", "has no effect with a mock, which has no weights")
+    if config.world_size > 1:
+        raise BadRequest("draft_model", f"works with one rank, world_size is {config.world_size}")
 
 
 def _count(name: str, value: int | None, low: int) -> None:

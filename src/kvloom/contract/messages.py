@@ -14,6 +14,7 @@ from kvloom.contract.sampling import SamplingParams
 from kvloom.contract.states import FoundState, KeptState, Search
 
 Progress = Callable[[int, int], None]  # called with bytes loaded so far, and bytes in all
+BY_MODEL = -1  # in Work.draft: the token that the rank's draft model guesses
 
 
 class NewSeq(msgspec.Struct, array_like=True):
@@ -88,6 +89,8 @@ class Batch(msgspec.Struct, array_like=True, tag="batch"):
 
     `again`: each sequence of the last batch that had work computes one more token, behind that work, in the same order.
     `work` then holds only those that get blocks. Sent to a rank whose RankInfo says takes_again.
+
+    `draft_room`: tokens that the draft model may compute of texts that it has not read, before it guesses.
     """
 
     new: list[NewSeq]
@@ -101,6 +104,7 @@ class Batch(msgspec.Struct, array_like=True, tag="batch"):
     swap_out_windows: list[tuple[int, int]] = []  # the same of a window's blocks, into the same host blocks
     release_windows: list[int] = []
     found: list[FoundState] = []
+    draft_room: int = 0
 
 
 class Logprob(msgspec.Struct, array_like=True):
@@ -148,6 +152,24 @@ class Forced(msgspec.Struct, array_like=True):
     token_ids: list[int]
 
 
+class Drafted(msgspec.Struct, array_like=True):
+    """The draft of sequence `id` whose work had a BY_MODEL; the draft model has read `num_known` tokens of it."""
+
+    id: int
+    token_ids: list[int]
+    num_known: int
+
+
+class DraftLoad(msgspec.Struct, array_like=True):
+    """What the draft model has computed in a step, in passes one after the other."""
+
+    num_passes: int = 0
+    num_tokens: int = 0
+    num_samples: int = 0  # rows whose logits were computed
+    num_pairs: int = 0  # (query, key) pairs of attention
+    seconds: float = 0.0
+
+
 class Moved(msgspec.Struct, array_like=True):
     """Transfer `id` has ended: its first `num_blocks` blocks were moved, the contents of the others are undefined.
 
@@ -175,6 +197,8 @@ class StepOutput(msgspec.Struct, array_like=True):
     pool: str = ""  # name of that tier's store, once known
     tokens: list[int] = []
     forced: list[Forced] = []  # of sequences with NewSeq.is_guessed, where anything is forced
+    drafts: list[Drafted] = []
+    draft_load: DraftLoad | None = None  # its seconds are a part of compute_s
 
     def by_sequence(self, ids: Iterable[int]) -> dict[int, list[Sample]]:
         """The samples of each sequence whose known tokens are all computed; none for sequences that are pooled.
@@ -221,6 +245,7 @@ class RankInfo(msgspec.Struct, array_like=True):
     num_snapshots: int = 0  # states that may be kept besides, for others to begin with
     num_window_blocks: int = 0  # blocks of layers with a window; 0 = these have all tokens in the blocks of all layers
     window_bytes: int = 0  # of kv_bytes, those of these blocks
+    draft_bytes: tuple[int, int] = (0, 0)  # of the draft model: weights; of kv_bytes, those of its keys and values
 
     @property
     def block_bytes(self) -> tuple[int, int]:

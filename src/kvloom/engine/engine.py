@@ -246,7 +246,7 @@ class Engine:
         num_tokens = sum(step.num_tokens for step in plan.steps)
         self._counts.step(len(plan.steps), num_tokens, output.compute_s)
         self._counts.add("total_stale_rows", sum(step.num_tokens for step in plan.steps if commit.is_stale(step)))
-        self._pace.learn(plan, output.compute_s)
+        self._drafting.learn(plan, output)
         for chunk in output.prompt_logprobs:
             if chunk.id in self._seqs:
                 self._seqs[chunk.id].take_prompt_logprobs(chunk)
@@ -265,12 +265,12 @@ class Engine:
         self._transfers.give(step.seq for step in plan.steps)
         for step in steps:
             live = self._seqs[step.seq.id]
-            self._counts.drafts(*live.judge(step.draft, len(samples[step.seq.id]) - 1))
+            self._counts.drafts(*live.judge(self._drafting.num_drafted(step), len(samples[step.seq.id]) - 1))
             if live.finish is not None:
                 self._end(live)
         self._transfers.save(fresh)
         going_on = [live for step in steps if (live := self._seqs.get(step.seq.id))]
-        self._drafting.draft(going_on, output.forced, self._executor.max_submitted > 1)
+        self._drafting.draft(going_on, output, self._executor.max_submitted > 1)
         self._drafting.ended(output.compute_s, bool(self._seqs) and not self._under_way)
 
     def settle(self) -> None:
@@ -319,7 +319,7 @@ class Engine:
         batch = Batch(self._introduce(plan), work, self._dropped, copies, swap_out_windows=windows)
         self._transfers.fill(batch)
         self._again.shorten(batch)
-        self._drafting.sent(not self._under_way)
+        self._drafting.send(batch, not self._under_way)
         self._under_way.append(plan)
         self._executor.submit(batch)
         self._dropped = []

@@ -101,12 +101,11 @@ class Live:
                 break
         return taken
 
-    def judge(self, draft: Sequence[int], num_right: int) -> tuple[int, int]:
-        """A step had drafted tokens, of which the first ones were right. Returns how many were drafted, and right."""
-        if draft:
-            right, wrong = self.num_guessed
-            self.num_guessed = right + num_right, wrong + len(draft) - num_right
-        return len(draft), num_right
+    def judge(self, num_drafted: int, num_right: int) -> tuple[int, int]:
+        """A step had so many drafted tokens, of which the first ones were right. Returns both numbers."""
+        right, wrong = self.num_guessed
+        self.num_guessed = right + num_right, wrong + num_drafted - num_right
+        return num_drafted, num_right
 
     def tell(self, fresh: "Fresh") -> Delta:
         """The delta of a token. Ends the answer when the token completes a stop string."""

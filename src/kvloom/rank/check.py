@@ -3,17 +3,25 @@
 Exit code 0, and on stdout the bytes of host memory that its weights and KV pools would take; or 1 and a line on stderr.
 """
 
+import functools
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 
 from kvloom.checkpoints import footprint
-from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ServingError
-from kvloom.rank.loading import BLOCK_SIZE, cache_shape, check_backend, check_device, pools_for
+from kvloom.rank.loading import (
+    BLOCK_SIZE,
+    cache_shape,
+    check_backend,
+    check_device,
+    open_files,
+    pools_for,
+    weight_bytes,
+)
+from kvloom.rank.opening import check_draft_model, model_tokenizer
 from kvloom.rank.parallel.shard import shard_spec
 
 
@@ -22,18 +30,19 @@ def check(config: EngineConfig) -> int:
     that weights and KV pools of all ranks would take. Raises ServingError.
     """
     check_device(config.device)
-    checkpoint = open_checkpoint(Path(config.model))
-    max_seq_len = min(checkpoint.spec.max_seq_len, config.max_seq_len or checkpoint.spec.max_seq_len)
-    spec = checkpoint.spec.served(max_seq_len)
-    checkpoint = replace(checkpoint, spec=spec)
+    checkpoint, max_seq_len = open_files(config)
+    spec = checkpoint.spec
+    check_draft_model(config, functools.partial(model_tokenizer, config.model))
     shard_spec(spec, config.world_size)
     backend, block_size = check_backend(config, spec), config.block_size or BLOCK_SIZE
     pools = pools_for(config, backend, checkpoint, max_seq_len, block_size)
-    whole = replace(cache_shape(config, backend, spec, max_seq_len, block_size), world_size=1)  # all ranks together
-    num_bytes = pools.num_host_blocks * whole.block_bytes
+    whole = replace(
+        cache_shape(config, backend, checkpoint, max_seq_len, block_size), world_size=1
+    )  # all ranks together
+    num_bytes = pools.num_host_blocks * whole.host_block_bytes
     if config.device == "cpu":
         num_bytes += whole.pool_bytes(pools.num_blocks, pools.num_window_blocks)
-        num_bytes += footprint.weight_bytes(config, backend, spec, checkpoint.weights.form)
+        num_bytes += weight_bytes(config, backend, checkpoint)
         num_bytes += pools.num_states * footprint.state_bytes(spec)
     return num_bytes
 

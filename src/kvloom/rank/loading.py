@@ -19,6 +19,8 @@ from kvloom.contract.errors import ModelError, OutOfMemory
 from kvloom.contract.messages import Progress
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.limits import available_bytes
+from kvloom.rank.drafter import Drafter
+from kvloom.rank.facts import ModelFacts
 from kvloom.rank.grammar.guides import Guides
 from kvloom.rank.kernels.backend import Backend
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions, check_kernels
@@ -26,7 +28,7 @@ from kvloom.rank.kernels.kept import kept_weights
 from kvloom.rank.kernels.packed import Packed
 from kvloom.rank.machine import explain_oom
 from kvloom.rank.parallel.shard import shard_spec
-from kvloom.rank.runner import ModelFacts, ModelRunner
+from kvloom.rank.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +43,8 @@ def open_runner(
     ServingError.
     """
     check_device(config.device)
-    checkpoint = open_checkpoint(Path(config.model))
-    max_seq_len = min(checkpoint.spec.max_seq_len, config.max_seq_len or checkpoint.spec.max_seq_len)
-    spec = checkpoint.spec.served(max_seq_len)
-    checkpoint = replace(checkpoint, spec=spec)
+    checkpoint, max_seq_len = open_files(config)
+    spec = checkpoint.spec
     if checkpoint.unread and rank == 0:
         log.warning("%s: has %s", checkpoint.path, told(checkpoint.unread))
     with explain_oom(config.model):
@@ -58,7 +58,57 @@ def open_runner(
         facts = ModelFacts(spec.vocab_size, max_seq_len, eos_ids, embedding, lacks, *sees, pools.num_snapshots)
         must_wait = config.world_size > 1 or spec.state_floats > 0  # no token is computed twice
         guides = Guides(functools.partial(_tokenizer, config.model), spec.vocab_size, must_wait)
-        return ModelRunner(backend, facts, pools.num_host_blocks, guides)
+        return ModelRunner(backend, facts, pools.num_host_blocks, guides, _open_drafter(config, checkpoint, backend))
+
+
+def open_files(config: EngineConfig) -> tuple[Checkpoint, int]:
+    """The model's files, with those of its draft model if it has one, and the most tokens of a sequence. Raises
+    ModelError.
+    """
+    checkpoint = open_checkpoint(Path(config.model))
+    max_seq_len = min(checkpoint.spec.max_seq_len, config.max_seq_len or checkpoint.spec.max_seq_len)
+    checkpoint = replace(checkpoint, spec=checkpoint.spec.served(max_seq_len))
+    if not config.draft_model:
+        return checkpoint, max_seq_len
+    draft = open_checkpoint(Path(config.draft_model))
+    if not checkpoint.spec.has_logits or checkpoint.spec.sees_ahead:
+        raise ModelError(f"draft_model: {config.model} generates no text, so nothing is guessed for it")
+    if not draft.spec.has_logits or draft.spec.sees_ahead:
+        raise ModelError(f"draft_model: {config.draft_model} generates no text")
+    if draft.spec.state_floats:
+        raise ModelError(f"draft_model: layers of {config.draft_model} keep states, which do not go back by themselves")
+    draft = replace(draft, spec=draft.spec.served(min(draft.spec.max_seq_len, max_seq_len)))
+    return replace(checkpoint, draft=draft), max_seq_len
+
+
+def _draft_config(config: EngineConfig) -> EngineConfig:
+    """As the draft model is loaded: in the bits of its file, because each pass reads all of it."""
+    return replace(config, model=config.draft_model, draft_model="", weight_format=footprint.STORED)
+
+
+def _open_drafter(config: EngineConfig, checkpoint: Checkpoint, backend: Backend) -> Drafter | None:
+    """The draft model, in blocks beside those of `backend`. Raises ModelError."""
+    if (draft := checkpoint.draft) is None:
+        return None
+    try:
+        beside = _open_beside(_draft_config(config), draft, backend)
+    except ModelError as error:
+        raise ModelError(f"draft_model: {config.draft_model}: {error}") from error
+    return Drafter(beside, draft.spec.max_seq_len, checkpoint.spec.vocab_size)
+
+
+def _open_beside(config: EngineConfig, checkpoint: Checkpoint, backend: Backend) -> Backend:
+    """A backend of the same kind, with blocks of the same numbers and sizes. Raises ModelError."""
+    spec, weights = checkpoint.spec, checkpoint.weights
+    if backend.name == "cpu":
+        formats = footprint.weight_format(config, spec, weights.form), footprint.kv_dtype(config, "cpu")
+        packed = _packed(config, checkpoint)
+        options = CpuOptions(*formats, packed=packed, block_size=backend.block_size, num_states=0)
+        return CpuBackend(spec, weights, backend.num_blocks, options)
+    torch_backend = _torch_backend(_needs_torch(config))
+    mesh = torch_backend.join_mesh(config, 0, "")
+    options = torch_backend.options_of(config, backend.block_size, mesh, Pools(backend.num_blocks, 0))
+    return cast(Backend, torch_backend.ReferenceBackend(spec, weights, backend.num_blocks, options))
 
 
 def _lacks(checkpoint: Checkpoint) -> dict[str, str]:
@@ -209,20 +259,31 @@ def pools_for(config: EngineConfig, backend: str, checkpoint: Checkpoint, max_se
         config.max_batch,
         config.snapshot_share if config.enable_prefix_cache else 0.0,
     )
-    shape = cache_shape(config, backend, spec, max_seq_len, block_size)
+    shape = cache_shape(config, backend, checkpoint, max_seq_len, block_size)
     host_bytes = available_bytes(config.world_size, config.promised_bytes)
     is_shared = config.device == "cpu"
     free_bytes = host_bytes if is_shared else _torch_backend(_needs_torch(config)).device_bytes(config.device)
-    weight_bytes = footprint.weight_bytes(config, backend, spec, checkpoint.weights.form)
     machine = Machine(free_bytes, host_bytes, is_shared, config.num_sharing)
-    return plan_pools(wanted, shape, machine, weight_bytes)
+    return plan_pools(wanted, shape, machine, weight_bytes(config, backend, checkpoint))
 
 
-def cache_shape(config: EngineConfig, backend: str, spec: DecoderSpec, max_seq_len: int, block_size: int) -> CacheShape:
+def weight_bytes(config: EngineConfig, backend: str, checkpoint: Checkpoint) -> int:
+    """Of a model, and of its draft model."""
+    num_bytes = footprint.weight_bytes(config, backend, checkpoint.spec, checkpoint.weights.form)
+    if (draft := checkpoint.draft) is not None:
+        num_bytes += footprint.weight_bytes(_draft_config(config), backend, draft.spec, draft.weights.form)
+    return num_bytes
+
+
+def cache_shape(
+    config: EngineConfig, backend: str, checkpoint: Checkpoint, max_seq_len: int, block_size: int
+) -> CacheShape:
     """What sequences of at most `max_seq_len` tokens keep. A window's blocks are for models whose windows are shorter
     than that, without an outer tier: a block there has the keys and values of all layers.
     """
+    spec, draft = checkpoint.spec, checkpoint.draft
     token_bytes, reach = footprint.kv_token_bytes(config, backend, spec), reach_of(spec)
+    beside = footprint.kv_token_bytes(config, backend, draft.spec) if draft is not None else 0
     has_windows = config.kv_tier is None and 0 < reach < max_seq_len
     windows = Windows(footprint.window_token_bytes(config, backend, spec), reach) if has_windows else None
-    return CacheShape(token_bytes, block_size, config.world_size, footprint.state_bytes(spec), windows)
+    return CacheShape(token_bytes, block_size, config.world_size, footprint.state_bytes(spec), windows, beside)

@@ -40,10 +40,18 @@ def open_engine(
     `vocabulary` is called while the process starts; `progress(done_bytes, total_bytes)` while weights are loaded.
     """
     vocabulary = functools.cache(vocabulary)
+    check_draft_model(config, vocabulary)
     executor = open_ranks(config, lambda: sorted(vocabulary().eos_ids), progress)
     log.info("npuBlockNum: %d", executor.info.num_blocks)
     engine = import_module("kvloom.engine.engine").Engine(config, executor, vocabulary())
     return cast("EngineThread", import_module("kvloom.engine.thread").EngineThread(engine, executor))
+
+
+def check_draft_model(config: EngineConfig, vocabulary: Callable[[], Tokenizer]) -> None:
+    """Raises ModelError if there is a draft model and its vocabulary is another one."""
+    if config.draft_model:
+        same = import_module("kvloom.engine.text.same_tokens")
+        same.check_same_tokens(vocabulary(), model_tokenizer(config.draft_model), config.draft_model)
 
 
 def model_tokenizer(model: str) -> Tokenizer:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.checkpoints.embedding.pooling import Embedding
 from kvloom.checkpoints.fingerprint import fingerprint
 from kvloom.checkpoints.lora_gguf import open_adapter
 from kvloom.contract.errors import ModelError
@@ -20,11 +19,12 @@ from kvloom.contract.messages import (
     Logprob,
     Pooled,
     PromptLogprobs,
-    RankInfo,
     Sample,
     StepOutput,
     Work,
 )
+from kvloom.rank.drafter import Drafter
+from kvloom.rank.facts import ModelFacts, info_of
 from kvloom.rank.grammar.guides import Guides
 from kvloom.rank.host_cache import SwapCache
 from kvloom.rank.kernels.backend import Backend, Head, Ints, Ragged
@@ -75,54 +75,24 @@ class _Rows:
     pooled: list[tuple[int, range, int]]  # sequence id, positions that were computed, number of them
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What a runner must know of a model besides its backend's facts."""
-
-    vocab_size: int
-    max_seq_len: int  # tokens of prompt and answer
-    eos_ids: Sequence[int]
-    embedding: Embedding
-    lacks: dict[str, str] = field(default_factory=dict)  # of RankInfo
-    sees_ahead: bool = False  # of RankInfo
-    reach: int = 0  # of RankInfo
-    num_snapshots: int = 0  # of the backend's states, those that no running sequence has
-
-
 class ModelRunner:
     """Implements contract.messages.Runner over a Backend."""
 
-    def __init__(self, backend: Backend, facts: ModelFacts, num_host_blocks: int, guides: Guides) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        facts: ModelFacts,
+        num_host_blocks: int,
+        guides: Guides,
+        drafter: Drafter | None = None,
+    ) -> None:
         """Raises ModelError when there is no memory for the host's blocks."""
         self._blocks, self._windows = KvBlocks(backend), KvBlocks(backend, of_windows=True)
         self._swap = SwapCache(self._blocks.parts, num_host_blocks, backend.copy)
         self._swap_windows = SwapCache(self._windows.parts, num_host_blocks, backend.copy)
-        self.info = RankInfo(
-            num_blocks=self._blocks.num_blocks,
-            block_size=self._blocks.block_size,
-            vocab_size=facts.vocab_size,
-            max_seq_len=facts.max_seq_len,
-            backend=backend.name,
-            kv_bytes=backend.kv_bytes,
-            weight_bytes=backend.weight_bytes,
-            num_host_blocks=num_host_blocks,
-            swap_block_s=self._swap.measure() + self._swap_windows.measure(),
-            hidden_size=facts.embedding.num_out,
-            pooling=facts.embedding.pooling,
-            held_as=backend.held_as,
-            lacks=facts.lacks,
-            labels=list(facts.embedding.labels),
-            activation=facts.embedding.activation,
-            sees_ahead=facts.sees_ahead,
-            reach=facts.reach,
-            takes_again=True,
-            num_states=backend.num_states - facts.num_snapshots,
-            state_bytes=backend.state_bytes,
-            num_snapshots=facts.num_snapshots,
-            num_window_blocks=backend.num_window_blocks,
-            window_bytes=self._windows.num_bytes,
-        )
-        self._backend = backend
+        swap_block_s = self._swap.measure() + self._swap_windows.measure()
+        self.info = info_of(backend, facts, num_host_blocks, swap_block_s, drafter)
+        self._backend, self._drafter = backend, drafter
         self._eos_ids = [id for id in facts.eos_ids if 0 <= id < facts.vocab_size]  # files write -1 for none
         self._states: dict[int, _State] = {}
         self._guides = guides
@@ -160,19 +130,7 @@ class ModelRunner:
 
     def run(self, batch: Batch) -> StepOutput:
         started = time.perf_counter()
-        for id in batch.drop:
-            state = self._states.pop(id, None)
-            if state is not None and state.history.guide is not None:
-                state.history.guide.close()
-        for new in batch.new:
-            history = History(list(new.token_ids), len(new.token_ids), new.params, new.seed)
-            if new.params.grammar or new.params.reasoning_end:
-                history.guide = self._guides.guide(new.params)
-            for token_id in new.answer:
-                history.append(token_id)
-            pooler = Pooler(new.pooling, len(new.token_ids)) if new.pooling else None
-            self._states[new.id] = _State(history, new.adapter, new.adapter_from, pooler=pooler, second=new.second)
-            self._states[new.id].is_guessed = new.is_guessed
+        self._meet(batch)
         output = StepOutput([], [], 0.0)
         if batch.release:
             release_blocks(self.kv_layers, batch.release)
@@ -194,6 +152,24 @@ class ModelRunner:
             self._copy_states((self._states[work.id].place, work.kept) for work in batch.work if work.kept >= 0)
         output.compute_s = time.perf_counter() - started
         return output
+
+    def _meet(self, batch: Batch) -> None:
+        """Forget sequences that have ended, and learn new ones."""
+        for id in batch.drop:
+            state = self._states.pop(id, None)
+            if state is not None and state.history.guide is not None:
+                state.history.guide.close()
+        for new in batch.new:
+            history = History(list(new.token_ids), len(new.token_ids), new.params, new.seed)
+            if new.params.grammar or new.params.reasoning_end:
+                history.guide = self._guides.guide(new.params)
+            for token_id in new.answer:
+                history.append(token_id)
+            pooler = Pooler(new.pooling, len(new.token_ids)) if new.pooling else None
+            self._states[new.id] = _State(history, new.adapter, new.adapter_from, pooler=pooler, second=new.second)
+            self._states[new.id].is_guessed = new.is_guessed
+        if self._drafter is not None:
+            self._drafter.follow(batch)
 
     def prepare_next(self) -> None:
         """See contract.messages.Runner."""
@@ -236,6 +212,8 @@ class ModelRunner:
         works = [work for work in works if self._is_known(work)]
         if not works:
             return
+        if self._drafter is not None:
+            works = self._drafter.draft(works, self._text_of, asked.draft_room, output)
         wanted = self._rows(works)
         tops = [self._num_candidates(id, more) for id, draft in wanted.samples for more in range(len(draft) + 1)]
         start = tops.count(0)
@@ -260,6 +238,8 @@ class ModelRunner:
             values = [describe(row, token_id, num_top) for row, token_id in zip(logprobs, following, strict=True)]
             output.prompt_logprobs.append(PromptLogprobs(id, first, values))
             start += len(following)
+        if self._drafter is not None:
+            self._drafter.settle(self._text_of)
         is_steady = bool(tokens) and all(chosen) and len(chosen) == len(batch.ids) == len(works) == len(self._works)
         self._steady = self._keep(works, batch) if is_steady else None
 
@@ -270,6 +250,9 @@ class ModelRunner:
             given.get(id) or Work(id, start + num_tokens + done, 1, len(self._states[id].blocks), [])
             for id, start, num_tokens in ((last.id, last.start, last.num_tokens) for last in self._works)
         ]
+
+    def _text_of(self, id: int) -> Sequence[int]:
+        return self._states[id].history.token_ids
 
     def _is_known(self, work: Work) -> bool:
         """Whether the step's tokens are known: the step before may have chosen none where the engine expected one."""

@@ -32,6 +32,7 @@ _UNUSED = (
     ("snapshot_share", "snapshotShare", "is of kvloom's prefix cache"),
     ("dtype", "dtype", "is given with vLLM's own names"),
     ("num_speculative_tokens", "numSpeculativeTokens", "is kvloom's; --vllm speculative_config=... is vLLM's"),
+    ("draft_model", "draftModel", "is kvloom's; --vllm speculative_config=... is vLLM's"),
     ("max_gap_s", "maxDecodeGap", "is of kvloom's scheduler"),
     ("fair_token_s", "fairTokenUs", "is of kvloom's scheduler"),
     ("run_ahead", "runAhead", "is of kvloom's scheduler; --vllm async_scheduling=... is vLLM's"),

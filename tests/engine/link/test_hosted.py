@@ -269,6 +269,7 @@ REFUSED = [
     ({"kv_dtype": "int8"}, "kvCacheDtype: has no effect"),
     ({"dtype": "float32"}, "dtype: has no effect"),
     ({"num_speculative_tokens": 2}, "numSpeculativeTokens: has no effect"),
+    ({"draft_model": "d"}, "draftModel: has no effect with backend vllm: it is kvloom's"),
     ({"max_gap_s": 0.1}, "maxDecodeGap: has no effect"),
     ({"fair_token_s": 0.1}, "fairTokenUs: has no effect"),
     ({"run_ahead": False}, "runAhead: has no effect"),

@@ -53,6 +53,12 @@ def test_it_tells_how_the_weights_are_kept():
     assert weights_note("m", RankInfo(5000, 16, 100, 100, "fake")) == ""
 
 
+def test_it_tells_what_a_draft_model_takes():
+    drafts = 98 << 20, 5000 * 16 * 12 * 1024
+    info = RankInfo(5000, 16, 100, 100, "cpu", weight_bytes=105 << 20, held_as="in 8 bits", draft_bytes=drafts)
+    assert weights_note("m", info).splitlines()[1] == "m: draft model: 98 MB weights, 12 KB a token."
+
+
 def test_it_tells_how_it_is_sampled_where_requests_do_not_say():
     note = advice_note("m", {"temperature": 0.6, "top_k": 20})
     assert note == "m: where a request does not say, temperature 0.6, top_k 20, as its files advise.\n"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvloom.contract.errors import ModelError
 from kvloom.server.config.settings import Settings
 from kvloom.server.run.launch import resolve_models
 
@@ -15,3 +16,12 @@ def test_a_model_that_nobody_named_is_the_demo_model_with_the_settings_of_any_ot
     [model] = settings.models
     assert (model["model"], model["name"]) == (str(smollm2_path), "smollm2")
     assert model.get("weight_format") == said.get("weight_format")
+
+
+def test_a_draft_model_is_found_as_a_model_is(smollm2_path):
+    settings = Settings({"models": [{"model": "smollm2", "draft_model": "smollm2"}]})
+    resolve_models(settings)
+    (card,) = settings.build().models
+    assert card.engine.draft_model == card.engine.model == str(smollm2_path)
+    with pytest.raises(ModelError, match="nowhere"):
+        resolve_models(Settings({"models": [{"model": "smollm2", "draft_model": "nowhere"}]}))

@@ -25,7 +25,7 @@ def engine_over(runner: Runner, **config: object) -> Engine:
 
     It guesses only where `config` says so, because what pays depends on the time that steps take.
     """
-    sizes = EngineConfig(backend="fake", **{"num_speculative_tokens": 0, **config})
+    sizes = EngineConfig(**{"backend": "fake", "num_speculative_tokens": 0, **config})
     return Engine(sizes, in_process(runner, sizes), ByteTokenizer())
 
 

@@ -29,10 +29,11 @@ class Load(NamedTuple):
     num_tokens: int
     num_samples: int  # rows whose logits are computed
     num_pairs: int  # (query, key) pairs of attention
+    num_steps: int = 1
 
     def amounts(self) -> Four:
-        """Amounts that the costs are multiplied with: 1 (a step), tokens, samples, thousands of pairs."""
-        return 1.0, self.num_tokens, self.num_samples, self.num_pairs / 1000
+        """Amounts that the costs are multiplied with: steps, tokens, samples, thousands of pairs."""
+        return self.num_steps, self.num_tokens, self.num_samples, self.num_pairs / 1000
 
 
 def load_of(plan: Plan) -> Load:
@@ -76,6 +77,11 @@ class StepCost:
     def token_s(self) -> float | None:
         """Seconds of one more prompt token, without attention."""
         return self._parts[1] if self._spread else None
+
+    @property
+    def step_alone_s(self) -> float:
+        """Seconds of a step by itself, without what it computes."""
+        return self._parts[0]
 
     def step_s(self, load: Load) -> float:
         """Predicted seconds of a step. Needs at least one learned step."""

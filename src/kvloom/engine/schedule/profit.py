@@ -10,17 +10,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _NEWS = 0.1  # share of the newest turnaround in what is believed of them
-_STRETCH = 2.0  # times its own length that a step may become longer where others stream beside the drafts
+STRETCH = 2.0  # times its own length that a step may become longer where others stream beside the drafts
 
 
 class Bid(NamedTuple):
     """What drafts of one sequence bring: `chances` of each token that it and all before it are right, never growing;
     and cost: seconds of one row. `goes_back`: after a wrong one all tokens of the step up to it are computed again.
+    Each but the first `num_given` takes `pass_s` more, for a draft model to guess it.
     """
 
     chances: Sequence[float]
     row_s: float
     goes_back: bool = False
+    pass_s: float = 0.0
+    num_given: int = 0
 
     def rates(self) -> list[tuple[float, float]]:
         """(tokens a second, seconds) of each row, in order; the former never grow.
@@ -31,10 +34,21 @@ class Bid(NamedTuple):
         found: list[tuple[float, float]] = []
         before = 1.0
         for n, chance in enumerate(self.chances, start=1):
-            row_s = max(self.row_s * (1 + n * (before - chance) * self.goes_back), 1e-12)
+            row_s = self.row_s * (1 + n * (before - chance) * self.goes_back)
+            row_s = max(row_s + self.pass_s * (n > self.num_given), 1e-12)
             found.append((min(chance / row_s, found[-1][0]) if found else chance / row_s, row_s))
             before = chance
         return found
+
+
+def best_rate(bid: Bid, base_s: float) -> float:
+    """Tokens a second with the best number of drafted tokens, for a sequence whose share of the step is `base_s`."""
+    best, num_tokens, step_s = 1 / base_s, 1.0, base_s
+    for rate, row_s in bid.rates():
+        num_tokens += rate * row_s
+        step_s += row_s
+        best = max(best, num_tokens / step_s)
+    return best
 
 
 def draft_lengths(bids: Sequence[Bid], num_seqs: int, base_s: float, gap_s: float) -> list[int]:
@@ -44,7 +58,7 @@ def draft_lengths(bids: Sequence[Bid], num_seqs: int, base_s: float, gap_s: floa
     lengths = [0] * len(bids)
     rows = sorted((-rate, i, row_s) for i, bid in enumerate(bids) for rate, row_s in bid.rates())
     num_tokens, step_s = float(num_seqs), base_s + gap_s
-    longest_s = step_s + _STRETCH * base_s if num_seqs > 1 else float("inf")
+    longest_s = step_s + STRETCH * base_s if num_seqs > 1 else float("inf")
     for rate, i, row_s in rows:
         if -rate * step_s <= num_tokens or step_s + row_s > longest_s:
             break

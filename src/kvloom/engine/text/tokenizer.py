@@ -54,9 +54,9 @@ class Tokenizer:
         self.eos_ids, self.bos_id = special.eos_ids, special.bos_id
         self.eos_id = min(special.eos_ids, default=None) if special.eos_id is None else special.eos_id
         self.vocab_size: int = vocab_size or fast.get_vocab_size(with_added_tokens=True)
-        self.special_texts = frozenset(
-            token.content for i, token in fast.get_added_tokens_decoder().items() if i in special.all_ids
-        )
+        added = fast.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self.special_texts = frozenset(token.content for i, token in added.items() if i in special.all_ids)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tokenizer, (self._fast, self._special, self._is_byte_level, self._templates, self.vocab_size)
@@ -116,6 +116,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token contributes to the text behind others; a special token's literal text."""
         return self._spelling.bytes_of(token_id)
+
+    def is_added(self, token_id: int) -> bool:
+        """Whether the token was added to the vocabulary: it is found in a text before the text is cut."""
+        return token_id in self._added_ids
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is a special one."""

@@ -173,6 +173,10 @@ _MODEL: dict[str, Key] = {
         str, "of the CPU kernels", choices=WEIGHT_FORMATS, setting="weight_format", flag="--weight-format",
         help="{choices}.",
     ),
+    "draftModel": Key(
+        str, "a smaller model of the same vocabulary that guesses ahead too", setting="draft_model",
+        flag="--draft-model", help="A smaller model of the same vocabulary, which guesses ahead: as MODEL.",
+    ),
     "weightCache": Key(
         str, "folder that packed weights are kept in, or off", setting="weight_cache", flag="--weight-cache"
     ),

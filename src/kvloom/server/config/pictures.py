@@ -19,6 +19,7 @@ _OF_LANGUAGE = {
     "kv_dtype": "kvCacheDtype",
     "snapshot_share": "snapshotShare",
     "num_speculative_tokens": "speculate",
+    "draft_model": "draftModel",
 }
 _NEUTRAL: tuple[object, ...] = (None, "auto", False, 0, -1, [])  # values without effect
 _OF_PICTURES = {"image_steps": "imageSteps", "image_guidance": "imageGuidance", "max_image_pixels": "maxImagePixels"}

@@ -375,7 +375,7 @@ _ENGINE_FIELDS: Sequence[str] = (
     "weight_format",
     "weight_cache",
     "world_size",
-    *("kv_dtype", "snapshot_share"),
+    *("kv_dtype", "snapshot_share", "draft_model"),
     "num_speculative_tokens",
     "max_seq_len",
     "num_blocks",

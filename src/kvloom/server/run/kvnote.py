@@ -12,9 +12,14 @@ from kvloom.server.serving.card import ModelCard
 
 
 def weights_note(name: str, info: RankInfo) -> str:
-    """A line with the form of the weights and their size; "" for a mock."""
+    """A line with the form of the weights and their size, and one of the draft model's; "" for a mock."""
     size = f", {_size(info.weight_bytes)}" if info.weight_bytes else ""
-    return f"{name}: weights {info.held_as}{size}.\n" if info.held_as else ""
+    told = f"{name}: weights {info.held_as}{size}.\n" if info.held_as else ""
+    weights, kept = info.draft_bytes
+    if weights:
+        token_kb = kept / (info.num_blocks * info.block_size * 1024)
+        told += f"{name}: draft model: {_size(weights)} weights, {token_kb:.3g} KB a token.\n"
+    return told
 
 
 def advice_note(name: str, advice: Mapping[str, float]) -> str:

@@ -103,10 +103,17 @@ def resolve_model(model: dict[str, Any], may_fetch: bool = True) -> None:
         check(folder)
         model.update(model=str(folder), makes_pictures=True)
         return
-    path = fetch(name) if name in MODELS and may_fetch else find_weights(find_model(name))
-    check_files(path)
+    path = _path_of(name, may_fetch)
+    if draft := model.get("draft_model"):
+        model["draft_model"] = str(_path_of(draft, may_fetch))
     texts = {"prompts": prompts_of(path), "message_form": message_form(path)}
     model.update(model=str(path), torch_dtype=_dtype_of(path), **texts)
+
+
+def _path_of(name: str, may_fetch: bool) -> Path:
+    path = fetch(name) if name in MODELS and may_fetch else find_weights(find_model(name))
+    check_files(path)
+    return path
 
 
 def check_files(path: Path) -> None:

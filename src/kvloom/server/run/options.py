@@ -29,9 +29,9 @@ _ORDER = (
     "--host", "--port", "--image-model", "--served-model-name", "--config", "--backend", "--device", "--dtype",
     "--tensor-parallel-size", "--pipeline-parallel-size", "--distributed-executor-backend", "--quantization",
     "--max-model-len", "--vllm", "--weight-format", "--weight-cache", "--kv-dtype", "--snapshot-share", "--speculate",
-    "--run-ahead", "--max-seq-len", "--max-batch", "--max-gap-ms", "--stream-interval", "--api-key-file",
-    "--parse-special-tokens", "--generation-config", "--lora-modules", "--lora-root", "--response-store",
-    "--allowed-host", "--allowed-image-host", "--allow-all-addresses", "--log-level", "--pid-file",
+    "--draft-model", "--run-ahead", "--max-seq-len", "--max-batch", "--max-gap-ms", "--stream-interval",
+    "--api-key-file", "--parse-special-tokens", "--generation-config", "--lora-modules", "--lora-root",
+    "--response-store", "--allowed-host", "--allowed-image-host", "--allow-all-addresses", "--log-level", "--pid-file",
     "--crash-patience", "--grace",
 )  # fmt: skip
 _OF_ITS_MODEL = ("dtype", "num_speculative_tokens")  # besides those of ModelConfig
