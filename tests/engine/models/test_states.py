@@ -24,7 +24,7 @@ from kvloom.rank.main import open_runner as open_rank
 from kvloom.rank.runner import ModelRunner
 from kvloom.rank.tier.tier import TieredRunner
 from kvloom.server.run.kvnote import kv_note
-from tests.support.engine.engines import drain, engine_over, in_process, run_all, tokens_of
+from tests.support.engine.engines import drain, engine_over, run_all, tokens_of
 from tests.support.engine.greedy import LENGTH, LENGTHS, answers, prompt, requests
 from tests.support.models.checkpoints import save, tiny_model
 from tests.support.pool.agents import running_agent
@@ -182,22 +182,6 @@ def test_an_aborted_sequence_leaves_nothing_to_the_next_one(folder, alone, backe
         engine.step()
     engine.abort("gone")
     assert answers(engine) == alone
-
-
-def test_after_the_death_of_its_rank_a_sequence_goes_on_as_if_nothing_had_happened(folder, alone, backend):
-    engine = engine_over(opened(folder, backend))
-    found = {request.id: [] for request in requests()}
-    for request in requests():
-        engine.add(request)
-    deltas = [delta for _ in range(6) for delta in engine.step()]
-    deltas += engine.suspend()
-    engine._executor = in_process(opened(folder, backend), engine.config)
-    deltas += engine.resume({})
-    for delta in deltas:
-        found[delta.request_id].append(delta)
-    rest = drain(engine)
-    whole = [tokens_of(found[request.id] + rest.get(request.id, [])) for request in requests()]
-    assert whole == alone
 
 
 def test_what_cannot_work_with_states_is_told(folder, backend, caplog):

@@ -233,7 +233,7 @@ def test_conversations_that_part_are_computed_from_there_from_the_third_one_on(b
     assert computed == [1260, 60 + 1200 - 1024, 60, 60, 60, 60]
     stats = talk.engine.stats()
     assert (stats.total_snapshot_hits, stats.total_stateless_tokens) == (5, 1200 - 1024)
-    assert (stats.total_window_hits, stats.total_windowless_tokens) == (0, 0)
+    assert (stats.total_window_hits, stats.total_windowless_tokens, stats.num_saving_states) == (0, 0, 0)
     assert stats.total_block_hits == 1024 // block_size + 4 * -(-1200 // block_size), "part of one is copied"
 
 

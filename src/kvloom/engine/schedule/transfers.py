@@ -129,7 +129,8 @@ class Transfers:
         """Save the cached blocks and the states that new sequences start with and that the tier was not given since it
         is up: it was down when they were computed, or the share of blocks for saves was used up.
         """
-        self._due_states |= {step.snapshot: None for step in steps if step.snapshot is not None}
+        if self._timeout_s is not None and self._is_up:
+            self._due_states |= {step.snapshot: None for step in steps if step.snapshot is not None}
         missing = (
             [block for block in step.hits if self._stored.get(block) != self._pool.key_of(block)]
             for step in steps
@@ -152,7 +153,7 @@ class Transfers:
                 transfer = self._begin_save(blocks, seq.hashes[new])
                 giving.sent(transfer.id, len(blocks))
                 self._givings[transfer.id] = giving
-            state = known_base(seq.base)
+            state = known_base(seq.base) if seq.states else None  # none of one that was aborted
             if state is not None and giving.state is None and not (seq.marks or seq.keeping):
                 transfer = self._begin_state(state)
                 giving.sent_state(transfer.id, state.position // self._pool.snapshots.block_size)
