@@ -136,7 +136,7 @@ PURE := kvloom/engine/schedule/again kvloom/engine/schedule/ahead kvloom/engine/
   ems/keys ems/common/breaker ems/wire/messages ems/wire/packing ems/wire/frames \
   kvloom/gewu/protocol/frames kvloom/gewu/protocol/jsontext kvloom/gewu/protocol/schema kvloom/gewu/qos \
   kvloom/gewu/service/company kvloom/gewu/service/room kvloom/gewu/service/sessions kvloom/gewu/service/memory \
-  kvloom/contract/states kvloom/server/chat/output kvloom/server/chat/reasoning kvloom/server/chat/fold kvloom/server/chat/turns kvloom/server/chat/open_tagged \
+  kvloom/contract/states kvloom/contract/windows kvloom/server/chat/output kvloom/server/chat/reasoning kvloom/server/chat/fold kvloom/server/chat/turns kvloom/server/chat/open_tagged \
   kvloom/server/chat/elements \
   kvloom/checkpoints/quantized/blocks kvloom/checkpoints/quantized/small_blocks kvloom/checkpoints/quantized/numbers kvloom/checkpoints/quantized/packed \
   kvloom/checkpoints/quantized/rotations kvloom/checkpoints/quantized/scheme kvloom/checkpoints/quantized/layout \
@@ -145,7 +145,7 @@ PURE := kvloom/engine/schedule/again kvloom/engine/schedule/ahead kvloom/engine/
 PURE_TESTS := engine/schedule/test_again \
   engine/schedule/test_ahead engine/schedule/test_cost engine/schedule/test_pace engine/schedule/test_suspicion \
   engine/schedule/test_blocks engine/schedule/test_snapshots engine/schedule/test_scheduler engine/schedule/test_policies \
-  engine/schedule/test_speculation engine/schedule/test_by_model engine/test_forced_tokens engine/schedule/test_recent engine/schedule/test_state_tier engine/schedule/test_rollback engine/schedule/test_swap engine/schedule/test_windows engine/schedule/test_transfers engine/test_giving engine/test_scored \
+  engine/schedule/test_speculation engine/schedule/test_by_model engine/test_forced_tokens engine/schedule/test_recent engine/schedule/test_state_tier engine/schedule/test_rollback engine/schedule/test_swap engine/schedule/test_windows engine/schedule/test_window_tier engine/schedule/test_transfers engine/test_giving engine/test_scored \
   engine/text/test_stop engine/text/test_detok engine/schedule/test_memory net/test_sites \
   pool/storage/test_properties pool/storage/test_allocator ems/test_breaker ems/wire/test_packing \
   ems/wire/test_wire gewu/protocol/test_frames gewu/service/test_crashes gewu/protocol/test_schema \

@@ -12,6 +12,7 @@ from kvloom.contract.config import EngineConfig
 from kvloom.contract.lifecycle import Failed, Loading, Ready
 from kvloom.contract.sampling import SamplingParams
 from kvloom.contract.states import FoundState, KeptState, Search
+from kvloom.contract.windows import WindowBlocks
 
 Progress = Callable[[int, int], None]  # called with bytes loaded so far, and bytes in all
 BY_MODEL = -1  # in Work.draft: the token that the rank's draft model guesses
@@ -71,7 +72,8 @@ class Transfer(msgspec.Struct, array_like=True):
 
     The blocks are held for the transfer until the rank reports it in StepOutput.moved. With a `search`, of a load,
     blocks are loaded as far as a state is found. The `state` of a save, which then has no blocks, is copied before the
-    batch computes anything.
+    batch computes anything. The same holds for `windows` of a save; with those of a load, blocks are loaded as far as
+    a window's are found.
     """
 
     id: int
@@ -79,6 +81,7 @@ class Transfer(msgspec.Struct, array_like=True):
     keys: list[bytes]
     search: Search | None = None
     state: KeptState | None = None
+    windows: WindowBlocks | None = None
 
 
 class Batch(msgspec.Struct, array_like=True, tag="batch"):
@@ -173,7 +176,8 @@ class DraftLoad(msgspec.Struct, array_like=True):
 class Moved(msgspec.Struct, array_like=True):
     """Transfer `id` has ended: its first `num_blocks` blocks were moved, the contents of the others are undefined.
 
-    `position`: tokens before the state that a search has found, which waits for a FoundState; 0 = none.
+    `position`: tokens before the state that a search has found, which waits for a FoundState, or before which a
+    window's blocks were loaded; 0 = none.
     """
 
     id: int

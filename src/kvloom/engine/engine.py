@@ -293,7 +293,7 @@ class Engine:
     def check(self) -> None:
         """Assert the invariants of sequences and blocks; cheap enough to run when idle."""
         seqs = [live.seq for live in self._seqs.values()]
-        commit.check(seqs, self._pool, self._limits.block_size, self._transfers.held())
+        commit.check(seqs, self._pool, self._limits.block_size, *self._transfers.held())
 
     # -- steps
 

@@ -33,7 +33,7 @@ def check_giving(request: Request, info: RankInfo, pool: str | None) -> None:
 
 def giving_of(request: Request, info: RankInfo) -> Giving | None:
     num_blocks = len(request.prompt_ids) // info.block_size
-    return Giving(num_blocks, info.num_states > 0) if request.gives_kv else None
+    return Giving(num_blocks, info.num_states + info.num_window_blocks > 0) if request.gives_kv else None
 
 
 def _own_location(info: RankInfo, pool: str) -> KvLocation:

@@ -63,6 +63,8 @@ class Stats:
     total_tier_saved_blocks: int = 0
     total_tier_loaded_states: int = 0  # and snapshots of states
     total_tier_saved_states: int = 0
+    total_tier_loaded_windows: int = 0  # and blocks of layers with a window
+    total_tier_saved_windows: int = 0
     total_restarts: int = 0
     total_crashes: int = 0  # times the model's process died, hung or failed a step
     total_resumed: int = 0  # continuations of requests after a rank died; a request may be counted several times

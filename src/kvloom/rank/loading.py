@@ -279,11 +279,12 @@ def cache_shape(
     config: EngineConfig, backend: str, checkpoint: Checkpoint, max_seq_len: int, block_size: int
 ) -> CacheShape:
     """What sequences of at most `max_seq_len` tokens keep. A window's blocks are for models whose windows are shorter
-    than that, without an outer tier: a block there has the keys and values of all layers.
+    than that. With an outer tier some layers must have all tokens, because its blocks are those of these layers.
     """
     spec, draft = checkpoint.spec, checkpoint.draft
     token_bytes, reach = footprint.kv_token_bytes(config, backend, spec), reach_of(spec)
     beside = footprint.kv_token_bytes(config, backend, draft.spec) if draft is not None else 0
-    has_windows = config.kv_tier is None and 0 < reach < max_seq_len
-    windows = Windows(footprint.window_token_bytes(config, backend, spec), reach) if has_windows else None
+    window_bytes = footprint.window_token_bytes(config, backend, spec)
+    has_windows = 0 < reach < max_seq_len and (config.kv_tier is None or window_bytes < token_bytes)
+    windows = Windows(window_bytes, reach) if has_windows else None
     return CacheShape(token_bytes, block_size, config.world_size, footprint.state_bytes(spec), windows, beside)

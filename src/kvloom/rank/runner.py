@@ -44,6 +44,7 @@ from kvloom.rank.sampler import (
 from kvloom.rank.steady import Decoding, Steady, choices_of
 from kvloom.rank.tier.kvmemory import KvMemory
 from kvloom.rank.tier.statememory import state_memory
+from kvloom.rank.tier.windowmemory import window_memory
 
 
 @dataclass(slots=True)
@@ -114,7 +115,6 @@ class ModelRunner:
     def kv_memory(self, model: str) -> KvMemory:
         """See rank.tier.tier.KvRunner. Raises ModelError where states are not kept."""
         backend, blocks = self._backend, self._blocks
-        assert not backend.num_window_blocks, "with an outer tier a block has the keys and values of all layers"
         if self.info.num_states and not self.info.num_snapshots:
             raise ModelError(f"{model}: its layers keep states, and snapshotShare has no room for those of prefixes")
         if self.info.num_states and not blocks.block_bytes:
@@ -124,8 +124,9 @@ class ModelRunner:
             *(blocks.num_blocks, blocks.block_size, blocks.block_bytes),
             blocks.read,
             fingerprint(Path(model)),
-            f"{backend.kv_layout}-t{backend.block_size}",
+            f"{backend.kv_layout}-t{backend.block_size}{'-windows-apart' if backend.num_window_blocks else ''}",
             states=state_memory(backend, blocks.parts, blocks.block_bytes) if self.info.num_states else None,
+            windows=window_memory(backend, self._windows.parts, self.info.reach),
         )
 
     def run(self, batch: Batch) -> StepOutput:

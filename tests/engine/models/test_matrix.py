@@ -120,7 +120,10 @@ def test_from_the_tier(model, agent):
     for is_warm in (False, True):
         engine, runner = model.over_pool(agent)
         assert answers(engine) == model.want
-        assert (engine.stats().total_tier_loaded_blocks > 0) == is_warm
+        stats = engine.stats()
+        assert (stats.total_tier_loaded_blocks > 0) == is_warm
+        assert (stats.total_tier_loaded_windows > 0) == (is_warm and model.kind == "windows")
+        assert (stats.total_tier_loaded_states > 0) == (is_warm and model.kind == "states")
         runner.close()
 
 

@@ -13,10 +13,14 @@ from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.request import Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
+from kvloom.rank import loading
+from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 from tests.support.engine.engines import engine_over, run_all, tokens_of
+from tests.support.engine.executors import opened as executor_of
 from tests.support.models.checkpoints import save, tiny_model
+from tests.support.pool.agents import running_agent
 
 WINDOW = 7
 REACH = WINDOW + 127  # the kernels read keys in chunks of 128
@@ -61,11 +65,13 @@ def answers(engine: Engine, lengths: Sequence[int] = ()) -> list[list[int]]:
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("block_size", [16, 32, 128])
-def test_answers_are_those_of_layers_that_keep_all_tokens(folder, backend, block_size):
+def test_answers_are_those_of_layers_that_keep_all_tokens(folder, backend, block_size, monkeypatch):
     """Whole, in chunks, together, found in the cache, preempted and swapped."""
     count = 4 * LENGTH // block_size + 4
     size = {"block_size": block_size}
-    whole = opened(folder, backend, count, kv_tier=TierConfig("nobody:opens", 1.0), **size)
+    with monkeypatch.context() as patched:
+        patched.setattr(loading, "reach_of", lambda spec: 0)
+        whole = opened(folder, backend, count, **size)
     assert whole.info.num_window_blocks == 0
     want = [answer for n in LENGTHS[backend] for answer in answers(engine_over(whole), [n])]
     runner = opened(folder, backend, count, **size)
@@ -98,6 +104,25 @@ def test_a_prompt_is_found_by_its_last_window(folder, backend):
     assert engine.stats().total_cached_tokens == 0
     assert answers(engine, [300]) == want
     assert engine.stats().total_cached_tokens == 288
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_after_a_restart_a_window_comes_from_the_pool(folder, backend):
+    """Where all layers have one, their blocks are those of the tier."""
+    want = answers(engine_over(opened(folder, backend, 60)), [200])
+    with running_agent(pool_bytes=64 << 20) as agent:
+        tier = TierConfig("kvloom.rank.tier.ems:open_tier", 30.0, {"socket": str(agent.config.socket)}, is_watched=True)
+        dtype = {"dtype": "float32"} if backend == "reference" else {}
+        config = EngineConfig(model=str(folder), backend=backend, num_blocks=60, kv_tier=tier, **dtype)
+        for is_warm in (False, True):
+            with executor_of(config) as executor:
+                engine = Engine(config, executor, ByteTokenizer())
+                assert answers(engine, [200]) == want
+                stats = engine.stats()
+                assert (stats.total_tier_loaded_blocks > 0) == is_warm
+                assert (stats.total_tier_loaded_windows > 0) == (
+                    is_warm and engine._executor.info.num_window_blocks > 0
+                )
 
 
 def test_layers_that_others_with_all_tokens_read_keep_all(tmp_path):

@@ -24,7 +24,7 @@ def begin(seqs: list[Seq], pool: BlockPool, transfers: Transfers, now_s: float =
 
 def end(seqs: list[Seq], plan: Plan, pool: BlockPool, transfers: Transfers) -> None:
     transfers.save(commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK))
-    check(seqs, pool, BLOCK, transfers.held())
+    check(seqs, pool, BLOCK, *transfers.held())
 
 
 def taken(transfers: Transfers) -> tuple[list[Transfer], list[Transfer]]:
@@ -47,7 +47,7 @@ def test_a_waiting_sequence_asks_once_for_the_full_blocks_before_its_last_token_
     (load,), saves = taken(transfers)
     assert (load.keys, saves, taken(transfers)) == (seq.hashes[:2], [], ([], []))
     assert begin([seq], pool, transfers) == Plan()
-    check([seq], pool, BLOCK, transfers.held())
+    check([seq], pool, BLOCK, *transfers.held())
     transfers.finish([Moved(load.id, 1)], True)
     assert (seq.status, pool.num_free, transfers.counts()["total_tier_loaded_blocks"]) == (Status.WAITING, 8, 1)
     plan = begin([seq], pool, transfers)
@@ -101,7 +101,7 @@ def test_blocks_of_loads_are_not_promised_twice():
     transfers = Transfers(pool, 1.0)
     seqs = [make_seq(0, 12), make_seq(1, 12, first=50)]
     assert loads_of(begin(seqs, pool, transfers)) == {0: 2}  # two of the four blocks are taken, three more do not fit
-    check(seqs, pool, BLOCK, transfers.held())
+    check(seqs, pool, BLOCK, *transfers.held())
 
 
 def test_hits_of_a_load_are_held_with_it():
@@ -116,7 +116,7 @@ def test_hits_of_a_load_are_held_with_it():
     plan = begin([again], pool, transfers)
     assert plan.loads[0].hits == (save.blocks[0],)
     assert pool.num_free == 2
-    check([again], pool, BLOCK, transfers.held())
+    check([again], pool, BLOCK, *transfers.held())
 
 
 def test_who_has_waited_long_enough_goes_on_and_a_late_report_wakes_nobody():
@@ -132,7 +132,7 @@ def test_who_has_waited_long_enough_goes_on_and_a_late_report_wakes_nobody():
     transfers.expire(12.1)
     transfers.finish([Moved(1, 2)], True)
     assert seq.status is Status.LOADING
-    check([seq], pool, BLOCK, transfers.held())
+    check([seq], pool, BLOCK, *transfers.held())
 
 
 def test_an_aborted_sequence_leaves_the_blocks_to_the_load():

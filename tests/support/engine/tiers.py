@@ -7,6 +7,7 @@ from typing import Any
 from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.messages import Moved, Runner, Transfer
 from kvloom.contract.states import FoundState
+from kvloom.contract.windows import WindowBlocks, first_read, longest_prefix
 from kvloom.engine.engine import Engine
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.tier.kvmemory import KvMemory
@@ -39,8 +40,10 @@ class FakeTier:
     loads: list[Transfer] = field(default_factory=list)  # all that were asked for
     states: dict[tuple[bytes, int], Bytes] = field(default_factory=dict)  # by key and size
     coming: dict[int, tuple[tuple[bytes, int], Bytes]] = field(default_factory=dict)  # states that are being saved
+    coming_windows: dict[int, list[Bytes]] = field(default_factory=dict)
     found: dict[int, Bytes] = field(default_factory=dict)  # states that wait to be settled, by transfer
     was_state: set[int] = field(default_factory=set)  # transfers that saved a state
+    windows: dict[bytes, Bytes] = field(default_factory=dict)  # a window's blocks by key
     num_polls: int = 0
 
     def load(self, transfer: Transfer) -> None:
@@ -52,6 +55,9 @@ class FakeTier:
             data = self.memory.states.read(state.place, state.block)
             self.coming[transfer.id] = (state.key, len(data)), data
             self.was_state.add(transfer.id)
+        if transfer.windows is not None:
+            read = self.memory.windows.read
+            self.coming_windows[transfer.id] = list(map(read, transfer.windows.blocks))
         self.waiting.append((self.num_polls + self.delay + self.save_delay, False, transfer))
 
     def poll(self) -> list[Moved]:
@@ -74,6 +80,9 @@ class FakeTier:
             key, data = self.coming.pop(transfer.id)
             self.states.setdefault(key, data)
             return Moved(transfer.id, 1)
+        if transfer.windows is not None and not is_load:
+            self.windows |= zip(transfer.windows.keys, self.coming_windows.pop(transfer.id), strict=True)
+            return Moved(transfer.id, len(transfer.windows.blocks))
         if not is_load:
             for block, key in zip(transfer.blocks, transfer.keys, strict=True):
                 self.stored[key] = self._read(block)
@@ -90,9 +99,23 @@ class FakeTier:
             else:
                 position = 0
             count = min(count, max(0, position // size - search.num_known))
+        if transfer.windows is not None:
+            count, position = self._move_windows(transfer.windows, count)
         for i, (block, key) in enumerate(zip(transfer.blocks, transfer.keys, strict=True)):
             self._write(block, self.stored[key] if i < count else None)
         return Moved(transfer.id, count, position)
+
+    def _move_windows(self, asked: WindowBlocks, count: int) -> tuple[int, int]:
+        """Blocks of all tokens that are moved, and the position before which a window's are."""
+        size, memory = self.memory.block_size, self.memory.windows
+        keys = dict(enumerate(asked.keys, asked.first))
+        end = longest_prefix(asked.num_known + count, memory.reach, size, lambda i: keys.get(i) in self.windows)
+        window = range(first_read(end * size, memory.reach, size), end)
+        if end < asked.least or len(window) > len(asked.blocks):
+            return 0, 0
+        for block, index in zip(asked.blocks, window, strict=False):
+            memory.write(block, self.windows[keys[index]])
+        return max(0, end - asked.num_known), end * size
 
     def _read(self, block: int) -> list[int]:
         return [int(view[block, slot, i]) for view, slot, i in self._numbers()]

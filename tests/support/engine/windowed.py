@@ -2,13 +2,21 @@
 step. A block of other tokens, or one that was given back too early, ends the test.
 """
 
+from dataclasses import replace
+
+import numpy as np
+
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import Batch, StepOutput, Work
 from kvloom.engine.engine import Engine
 from kvloom.rank.fake import FakeRunner
+from kvloom.rank.tier.kvmemory import KvMemory
+from kvloom.rank.tier.statememory import Bytes
+from kvloom.rank.tier.windowmemory import WindowMemory
 from tests.support.engine.engines import engine_over
 
 Slots = list[int | None]
+_NOTHING = -(1 << 62)
 
 
 class WindowedRunner(FakeRunner):
@@ -21,6 +29,16 @@ class WindowedRunner(FakeRunner):
         self._windows: list[Slots] = [[None] * size for _ in range(num_window_blocks)]
         self._window_host: list[Slots] = [[None] * size for _ in range(self.info.num_host_blocks)]
         self._tables: dict[int, list[int]] = {}
+
+    def kv_memory(self, model: str) -> KvMemory:
+        size = self.info.block_size * 8
+        return replace(super().kv_memory(model), windows=WindowMemory(size, self.info.reach, self._copy, self._paste))
+
+    def _copy(self, block: int) -> Bytes:
+        return np.array([_NOTHING if token is None else token for token in self._windows[block]]).view(np.uint8)
+
+    def _paste(self, block: int, data: Bytes) -> None:
+        self._windows[block] = [None if token == _NOTHING else token for token in data.view(np.int64).tolist()]
 
     def run(self, batch: Batch) -> StepOutput:
         for block in batch.release_windows:

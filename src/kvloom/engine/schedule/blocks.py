@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvloom.contract.states import chain_hash
+from kvloom.contract.windows import first_read, longest_prefix
 from kvloom.engine.schedule.places import Places
 from kvloom.engine.schedule.snapshots import Snapshots
 
@@ -236,24 +237,31 @@ class WindowPool(BlockPool):
         """`reach`: of RankInfo."""
         super().__init__(num_blocks, is_caching)
         self.reach, self.block_size = reach, block_size
+        self._fresh: dict[int, bytes] = {}
         # most blocks that a sequence needs in order to go on: its window, begun at any token, and one more
         self.most_needed = -(-reach // block_size) + 3
 
+    def publish(self, block: int, key: bytes) -> bool:
+        """As of any pool; see take_fresh."""
+        is_new = super().publish(block, key)
+        if is_new:
+            self._fresh[block] = key
+        return is_new
+
+    def take_fresh(self) -> dict[int, bytes]:
+        """Those that were published since the last call, with their hashes, in order."""
+        fresh, self._fresh = self._fresh, {}
+        return fresh
+
     def first_of(self, position: int) -> int:
         """The first block that a step reads which begins at `position`."""
-        return max(0, position + 1 - self.reach) // self.block_size
+        return first_read(position, self.reach, self.block_size)
 
     def match_end(self, hashes: Sequence[bytes]) -> tuple[int, list[int]]:
         """The longest prefix of `hashes` of which the last window is known: its number of blocks, and the blocks of
         that window. Changes nothing.
         """
-        count = index = len(hashes)
-        found: list[int] = []
-        while index > self.first_of(count * self.block_size):
-            index -= 1
-            block = self.block_of(hashes[index])
-            if block is None:
-                count, found = index, []
-            else:
-                found.append(block)
-        return count, found[::-1]
+        known = list(map(self.block_of, hashes))
+        size = self.block_size
+        count = longest_prefix(len(hashes), self.reach, size, lambda index: known[index] is not None)
+        return count, [block for block in known[self.first_of(count * size) : count] if block is not None]

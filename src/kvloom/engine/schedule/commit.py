@@ -261,8 +261,16 @@ def forget_rank(seq: Seq) -> None:
     seq.num_computed = seq.num_computing = seq.num_published = seq.num_dropped = seq.num_swapped = 0
 
 
-def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int, transferred: Sequence[int] = ()) -> None:
-    """Assert the invariants between steps. `transferred`: blocks that transfers hold, listed once a transfer."""
+def check(
+    seqs: Sequence[Seq],
+    pool: BlockPool,
+    block_size: int,
+    transferred: Sequence[int] = (),
+    transferred_windows: Sequence[int] = (),
+) -> None:
+    """Assert the invariants between steps. `transferred`: blocks that transfers hold, listed once a transfer;
+    `transferred_windows` the same of a window's.
+    """
     pool.check()
     held = dict(Counter(transferred))
     for seq in seqs:
@@ -287,6 +295,6 @@ def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int, transferred: Se
         assert pool.num_holders(block) == held.get(block, 0), f"block {block}: holders and block tables differ"
     if pool.windows is not None:
         pool.windows.check()
-        held = Counter(block for seq in seqs for block in seq.held_windows)
+        held = Counter([*transferred_windows, *(block for seq in seqs for block in seq.held_windows)])
         for block in range(pool.windows.num_blocks):
             assert pool.windows.num_holders(block) == held[block], f"window's block {block}: holders and tables differ"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvloom.contract.windows import most_in_window
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.prefix import Prefix
 from kvloom.engine.schedule.seq import Seq, num_blocks_of
@@ -74,6 +75,14 @@ def needed(found: Prefix, count: int, pool: BlockPool) -> Need:
     if pool.windows is None:
         return Need(blocks)
     return Need(blocks, max(0, min(count - found.num_dropped, pool.windows.most_needed) - len(found.windows)))
+
+
+def asked_windows(seq: Seq, pool: BlockPool) -> int:
+    """Blocks of a window that are asked of the outer tier for a sequence."""
+    if pool.windows is None:
+        return 0
+    size = pool.windows.block_size
+    return min(most_in_window(pool.windows.reach, size), seq.num_reusable // size)
 
 
 def step_tokens(pool: BlockPool, num_running: int, block_size: int) -> int:

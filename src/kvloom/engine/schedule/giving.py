@@ -1,5 +1,5 @@
-"""Giving: a prompt whose KV is saved to the outer tier for another engine: its blocks, and where layers keep states the
-last one that is taken of it. Pure.
+"""Giving: a prompt whose KV is saved to the outer tier for another engine: its blocks, and what layers keep of its end,
+the last state that is taken of it or the blocks of its last window. Pure.
 """
 
 from dataclasses import dataclass, field
@@ -10,45 +10,43 @@ class Giving:
     """How many full blocks of a prompt are saved, or being saved, to the outer tier, in chain order."""
 
     num_blocks: int  # full blocks of the prompt
-    needs_state: bool = False  # without one of their layers' states, its blocks are of no use
+    needs_end: bool = False  # without what layers keep of its end, its blocks are of no use
     num_sent: int = 0  # blocks handed to saves so far
     pending: dict[int, int] = field(default_factory=dict)  # transfer id -> index of its first block
     # index of a transfer's first block -> number of its blocks that were stored
     moved: dict[int, int] = field(default_factory=dict)
-    state: int | None = None  # id of the transfer of the state; None = not handed to a save yet
-    state_at: int = 0  # full blocks before the state
-    is_state_moved: bool | None = None  # None = not known yet
+    end: int | None = None  # id of the transfer of that; None = not handed to a save yet
+    end_at: int = 0  # full blocks before it
+    is_end_moved: bool | None = None  # None = not known yet
 
     @property
     def is_pending(self) -> bool:
         """Whether a transfer of it is under way."""
-        return bool(self.pending) or (self.state is not None and self.is_state_moved is None)
+        return bool(self.pending) or (self.end is not None and self.is_end_moved is None)
 
     @property
     def num_given(self) -> int:
-        """Length of the gapless prefix of stored blocks, up to the state if one is needed: what another engine will
-        find.
-        """
-        end = 0
-        while (count := self.moved.get(end, 0)) > 0:
-            end += count
-        if not self.needs_state:
-            return end
-        return self.state_at if self.is_state_moved and self.state_at <= end else 0
+        """Length of the gapless prefix of stored blocks, up to what is needed of its end: what another engine finds."""
+        stored = 0
+        while (count := self.moved.get(stored, 0)) > 0:
+            stored += count
+        if not self.needs_end:
+            return stored
+        return self.end_at if self.is_end_moved and self.end_at <= stored else 0
 
     def sent(self, transfer: int, count: int) -> None:
         """A transfer of the next `count` blocks was submitted."""
         self.pending[transfer] = self.num_sent
         self.num_sent += count
 
-    def sent_state(self, transfer: int, at: int) -> None:
-        """The transfer of the state behind `at` full blocks, and maybe a part of one, was submitted."""
-        self.state, self.state_at = transfer, at
+    def sent_end(self, transfer: int, at: int) -> None:
+        """The transfer of what is kept behind `at` full blocks, and maybe a part of one, was submitted."""
+        self.end, self.end_at = transfer, at
 
     def finish(self, transfer: int, count: int) -> None:
-        """The tier has stored the first `count` blocks of a transfer, or the state if that is 1."""
-        if transfer == self.state:
-            self.is_state_moved = count > 0
+        """The tier has stored the first `count` blocks of a transfer; of that of the end, all if it is not 0."""
+        if transfer == self.end:
+            self.is_end_moved = count > 0
         else:
             self.moved[self.pending.pop(transfer)] = count
 
@@ -57,8 +55,8 @@ class Giving:
         beginning.
         """
         self.pending.clear()
-        self.is_state_moved = self.is_state_moved or False
+        self.is_end_moved = self.is_end_moved or False
         if not is_computed:
             self.num_sent = 0
             self.moved.clear()
-            self.state = self.is_state_moved = None
+            self.end = self.is_end_moved = None

@@ -29,7 +29,7 @@ class Prefix(NamedTuple):
     known: Sequence[int] = ()  # the blocks behind which the outer tier may have more
     lacked: tuple[bytes, ...] = ()  # hashes of those
     asked: tuple[bytes, ...] = ()  # what is asked for: these, or the state at the end of the known; () = nothing
-    least: int = 0  # tokens before a state that is asked for
+    least: int = 0  # tokens before a state that is asked for, or before the end of a window
     awaited: bytes = b""  # hash of what comes next: if that is being computed for another one, it is waited for
     marks: tuple[tuple[int, bool], ...] = ()  # where snapshots are to be taken, see mark_positions
     num_unusable: int = 0  # of SeqStep
@@ -56,10 +56,10 @@ def find_prefix(seq: Seq, pool: BlockPool, block_size: int, may_copy: bool = Tru
         return _find_state(seq, pool, block_size, may_copy)
     reusable = seq.reusable(block_size)
     found = _find_blocks(seq, pool, reusable, block_size)
-    lacked = () if seq.host_blocks else tuple(reusable[len(found.hits) :])
-    if lacked or seq.host_blocks:
-        awaited = lacked[0] if lacked else b""
-        return found._replace(known=found.hits, lacked=lacked, asked=lacked, awaited=awaited)
+    asked = () if seq.host_blocks else tuple(reusable[len(found.hits) :])
+    if asked or seq.host_blocks:
+        lacked, least = tuple(reusable[len(found.known) :]), (len(found.hits) + 1) * block_size
+        return found._replace(lacked=lacked, asked=asked, awaited=asked[0] if asked else b"", least=least)
     part = pool.part(seq.part_hash) if may_copy else None
     part_window = None if pool.windows is None else pool.windows.part(seq.part_hash)
     if part is None or (pool.windows is not None and part_window is None):
@@ -72,13 +72,13 @@ def _find_blocks(seq: Seq, pool: BlockPool, reusable: list[bytes], block_size: i
     """The full blocks among them. Those that wait on the host count as found."""
     hits = pool.match(reusable)
     if pool.windows is None:
-        return Prefix(hits, max(len(hits) * block_size, seq.num_swapped))
+        return Prefix(hits, max(len(hits) * block_size, seq.num_swapped), known=hits)
     count, windows = pool.windows.match_end(reusable[: len(hits)])
     if count * block_size > seq.num_swapped or not seq.num_swapped:
         found = Prefix(hits[:count], count * block_size, windows=tuple(windows), num_dropped=count - len(windows))
-        return found._replace(num_unusable=(len(hits) - count) * block_size)
+        return found._replace(num_unusable=(len(hits) - count) * block_size, known=hits)
     start = seq.num_swapped
-    return Prefix(hits[: start // block_size], start, num_dropped=pool.windows.first_of(start))
+    return Prefix(hits[: start // block_size], start, num_dropped=pool.windows.first_of(start), known=hits)
 
 
 def _find_state(seq: Seq, pool: BlockPool, block_size: int, may_copy: bool) -> Prefix:

@@ -15,6 +15,7 @@ from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.free import (
     Free,
     Need,
+    asked_windows,
     first_step_needs,
     free_of,
     needed,
@@ -291,9 +292,11 @@ def _plan_waiting(
             break
         if coming.loaded is not None and found.asked and not seq.is_asked:
             if found.asked[0] not in coming.loaded:
-                loads.append(LoadStep(seq, tuple(found.known), found.lacked, found.asked, found.least, found.snapshot))
+                what = tuple(found.known), found.lacked, found.asked, found.least, found.snapshot
+                loads.append(load := LoadStep(seq, *what, asked_windows(seq, pool)))
                 coming.loaded.update(found.asked)
-                budget.free.take(begun.plus(Need(len(found.known) - len(hits) + len(found.lacked))))
+                more = Need(len(found.known) - len(hits) + len(found.lacked), load.num_windows)
+                budget.free.take(begun.plus(more))
                 budget.spare.take(promised)
             continue
         most = min(length - start, budget.num_tokens, room_for(found, budget.free, pool, block_size))

@@ -190,7 +190,8 @@ class LoadStep(msgspec.Struct, frozen=True):
     """Ask the outer tier for the blocks `keys` of a waiting `seq`; they follow its cached blocks `hits`.
 
     Where layers keep states: for a state behind at least `least` tokens, and the blocks before that; `snapshot` is the
-    one that it would begin with. `asked` names what it waits for.
+    one that it would begin with. Where layers have blocks of a window: for a prefix of at least so many tokens, and
+    `num_windows` blocks of its last window. `asked` names what it waits for.
     """
 
     seq: Seq
@@ -199,6 +200,7 @@ class LoadStep(msgspec.Struct, frozen=True):
     asked: tuple[bytes, ...]
     least: int = 0
     snapshot: Snapshot | None = None
+    num_windows: int = 0
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -5,11 +5,12 @@ block of another sequence, whichever request aborts, stops waiting or runs out o
 like a computed one, and the sequence that waited for it is admitted with a prefix hit.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvloom.contract.messages import Batch, Moved, Transfer
 from kvloom.contract.states import FoundState, KeptState, Search, chain_hash
+from kvloom.contract.windows import WindowBlocks
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.giving import Giving
 from kvloom.engine.schedule.keeping import Lies, Origin, add_state, publish_as
@@ -54,6 +55,8 @@ class Transfers:
         self._num_saved = 0
         self._num_loaded_states = 0
         self._num_saved_states = 0
+        self._num_saving_windows = self._num_loaded_windows = self._num_saved_windows = 0
+        self._stored_windows: dict[int, bytes] = {}  # as _stored, of a window's blocks
 
     @property
     def is_pending(self) -> bool:
@@ -71,7 +74,7 @@ class Transfers:
         for step in steps:
             blocks = self._pool.allocate(len(step.keys))
             assert blocks is not None, "the plan promised blocks that are not free"
-            transfer = Transfer(self._draw_id(), blocks, list(step.keys), self._search(step))
+            transfer = Transfer(self._draw_id(), blocks, list(step.keys), self._search(step), None, self._asked(step))
             until_s = now_s + PATIENCE * (self._timeout_s or 0.0)
             self._loads[transfer.id] = _Load(step.seq, step, transfer, until_s)
             self._new_loads.append(transfer)
@@ -86,15 +89,27 @@ class Transfers:
         parents = [seq.parent_hash(index, size) for index in range(first, num_blocks_of(most, size))]
         return Search(step.least, len(step.hits), first, parents, seq.token_ids[first * size : most])
 
+    def _asked(self, step: LoadStep) -> WindowBlocks | None:
+        """None where layers with a window have no blocks of their own. Without free ones nothing can be found."""
+        pool, seq = self._pool.windows, step.seq
+        if pool is None:
+            return None
+        size = pool.block_size
+        first, blocks = pool.first_of(step.least), pool.allocate(step.num_windows) or []
+        keys = seq.hashes[first : seq.num_reusable // size]
+        return WindowBlocks(blocks, keys, first, len(step.hits), step.least // size)
+
     def save(self, chains: Iterable[Sequence[int]]) -> None:
         """Save newly published blocks, one transfer a chain, while the share of blocks for saves lasts, and new lasting
-        snapshots.
+        snapshots, and newly published blocks of a window.
         """
-        states = self._pool.snapshots.take_fresh()
+        states, pool = self._pool.snapshots.take_fresh(), self._pool.windows
+        windows = pool.take_fresh() if pool is not None else {}
         if self._timeout_s is None or not self._is_up:
             return
         self._due_states |= dict.fromkeys(states)
         self._save_states()
+        self._save_windows(windows)
         for chain in chains:
             blocks = list(chain[: max(0, self._pool.num_blocks // MAX_SAVING - self._num_saving)])
             keys = [key for block in blocks if (key := self._pool.key_of(block)) is not None]
@@ -116,6 +131,26 @@ class Transfers:
             self._num_saving_states += 1
         self._due_states = dict.fromkeys(due[count:])
 
+    def _save_windows(self, found: Mapping[int, bytes]) -> None:
+        """Save the blocks that the tier was not given since it is up, the last ones first while the share for saves
+        lasts: the rank copies them.
+        """
+        if self._pool.windows is None:
+            return
+        new = [(block, key) for block, key in found.items() if self._stored_windows.get(block) != key]
+        room = max(0, self._pool.windows.num_blocks // MAX_SAVING - self._num_saving_windows)
+        new = new[max(0, len(new) - room) :]
+        if new:
+            self._num_saving_windows += len(new)
+            self._begin_windows(*zip(*new, strict=True))
+
+    def _begin_windows(self, blocks: Sequence[int], keys: Sequence[bytes]) -> Transfer:
+        transfer = Transfer(self._draw_id(), [], [], windows=WindowBlocks(list(blocks), list(keys)))
+        self._saves[transfer.id] = transfer
+        self._new_saves.append(transfer)
+        self._stored_windows.update(zip(blocks, keys, strict=True))
+        return transfer
+
     def _begin_state(self, snapshot: Snapshot) -> Transfer:
         key = chain_hash(snapshot.parent, snapshot.tail)
         block = snapshot.block if len(snapshot.tail) < self._pool.snapshots.block_size else -1
@@ -131,6 +166,9 @@ class Transfers:
         """
         if self._timeout_s is not None and self._is_up:
             self._due_states |= {step.snapshot: None for step in steps if step.snapshot is not None}
+            if (pool := self._pool.windows) is not None:
+                known = ((block, pool.key_of(block)) for step in steps for block in step.windows)
+                self._save_windows({block: key for block, key in known if key is not None})
         missing = (
             [block for block in step.hits if self._stored.get(block) != self._pool.key_of(block)]
             for step in steps
@@ -140,7 +178,7 @@ class Transfers:
 
     def give(self, seqs: Iterable[Seq]) -> None:
         """Save the computed blocks of prompts that another engine takes up: all of them, whatever the share for saves;
-        and the last state that is taken of each.
+        and of each the last state that is taken of it, or the blocks of its last window.
 
         Blocks that the tier holds already are sent again, because the engine cannot know what the tier has dropped; the
         tier skips them.
@@ -153,11 +191,24 @@ class Transfers:
                 transfer = self._begin_save(blocks, seq.hashes[new])
                 giving.sent(transfer.id, len(blocks))
                 self._givings[transfer.id] = giving
-            state = known_base(seq.base) if seq.states else None  # none of one that was aborted
-            if state is not None and giving.state is None and not (seq.marks or seq.keeping):
-                transfer = self._begin_state(state)
-                giving.sent_state(transfer.id, state.position // self._pool.snapshots.block_size)
-                self._givings[transfer.id] = giving
+            if giving.end is None and (ends := self._end_of(seq, giving)) is not None:
+                giving.sent_end(ends[0].id, ends[1])
+                self._givings[ends[0].id] = giving
+
+    def _end_of(self, seq: Seq, giving: Giving) -> tuple[Transfer, int] | None:
+        """The transfer of what layers keep of its prompt's end, and the full blocks before that; None = it is not
+        there, or not yet.
+        """
+        state = known_base(seq.base) if seq.states else None  # none of one that was aborted
+        if state is not None and not (seq.marks or seq.keeping):
+            return self._begin_state(state), state.position // self._pool.snapshots.block_size
+        pool = self._pool.windows
+        if pool is None or seq.num_published < giving.num_blocks:
+            return None
+        at = (seq.num_prompt - 1) // pool.block_size
+        keys = seq.hashes[pool.first_of(at * pool.block_size) : at]
+        blocks = [block for key in keys if (block := pool.block_of(key)) is not None]
+        return (self._begin_windows(blocks, keys), at) if blocks and len(blocks) == len(keys) else None
 
     def _begin_save(self, blocks: list[int], keys: list[bytes]) -> Transfer:
         self._pool.retain(blocks)
@@ -176,6 +227,8 @@ class Transfers:
             "num_saving_states": self._num_saving_states + len(self._due_states),
             "total_tier_loaded_states": self._num_loaded_states,
             "total_tier_saved_states": self._num_saved_states,
+            "total_tier_loaded_windows": self._num_loaded_windows,
+            "total_tier_saved_windows": self._num_saved_windows,
         }
 
     def fill(self, batch: Batch) -> None:
@@ -188,6 +241,7 @@ class Transfers:
         if is_tier_up and not self._is_up:
             self._stored.clear()  # it may have lost what it had
             self._stored_states.clear()
+            self._stored_windows.clear()
         if not is_tier_up:
             self._due_states.clear()
         self._is_up, self.pool = is_tier_up, pool or self.pool
@@ -197,6 +251,7 @@ class Transfers:
             if transfer is None:
                 continue
             most = len(transfer.blocks) + (transfer.state is not None)
+            most += len(transfer.windows.blocks) if save and transfer.windows else 0
             count = report.num_blocks if 0 <= report.num_blocks <= most else 0
             if load:
                 self._finish_load(load, count, report.position)
@@ -205,15 +260,19 @@ class Transfers:
         self._save_states()
 
     def _finish_save(self, transfer: Transfer, count: int) -> None:
-        is_state, giving = transfer.state is not None, self._givings.pop(transfer.id, None)
-        self._num_saved_states += count if is_state else 0
-        self._num_saved += 0 if is_state else count
+        giving = self._givings.pop(transfer.id, None)
         if giving is not None:
-            giving.finish(transfer.id, count)
-        elif is_state:
-            self._num_saving_states -= 1
+            is_part = transfer.windows is not None and count < len(transfer.windows.blocks)
+            giving.finish(transfer.id, 0 if is_part else count)
+        if transfer.windows is not None:
+            self._num_saved_windows += count
+            self._num_saving_windows -= 0 if giving else len(transfer.windows.blocks)
+        elif transfer.state is not None:
+            self._num_saved_states += count
+            self._num_saving_states -= 0 if giving else 1
         else:
-            self._num_saving -= len(transfer.blocks)
+            self._num_saved += count
+            self._num_saving -= 0 if giving else len(transfer.blocks)
         self._pool.release(transfer.blocks)
 
     def _finish_load(self, load: _Load, count: int, position: int) -> None:
@@ -225,8 +284,25 @@ class Transfers:
         if load.transfer.search is not None:
             num_known = len(step.hits) + count
             self._new_found.append(self._found(load, load.transfer.search, position, num_known))
+        if load.transfer.windows is not None:
+            self._take_windows(step.seq, load.transfer.windows, position, len(step.hits) + count)
         self._pool.release([*step.hits, *blocks])
         _wake(load)
+
+    def _take_windows(self, seq: Seq, windows: WindowBlocks, position: int, num_known: int) -> None:
+        """Publish the blocks of the window that was loaded before `position`. `num_known`: blocks of the prompt that
+        are known.
+        """
+        pool = self._pool.windows
+        assert pool is not None, "there are blocks of a window"
+        end, past = divmod(position, pool.block_size)
+        if not past and windows.least <= end <= num_known:
+            first = pool.first_of(position)
+            self._num_loaded_windows += end - first
+            for block, key in zip(windows.blocks, seq.hashes[first:end], strict=False):
+                pool.publish(block, key)
+                self._stored_windows[block] = key
+        pool.release(windows.blocks)
 
     def _found(self, load: _Load, search: Search, position: int, num_known: int) -> FoundState:
         """Where the state goes that was found behind `position` tokens: it becomes a snapshot if there is room, and for
@@ -260,10 +336,14 @@ class Transfers:
             if now_s >= load.until_s:
                 _wake(load)
 
-    def held(self) -> list[int]:
-        """All held blocks, listed once a transfer."""
+    def held(self) -> tuple[list[int], list[int]]:
+        """All held blocks, listed once a transfer, and those of a window. When these are saved they are copied, and so
+        not held.
+        """
         loads = [block for load in self._loads.values() for block in (*load.step.hits, *load.transfer.blocks)]
-        return loads + [block for save in self._saves.values() for block in save.blocks]
+        asked = (load.transfer.windows for load in self._loads.values())
+        windows = [block for each in asked if each is not None for block in each.blocks]
+        return loads + [block for save in self._saves.values() for block in save.blocks], windows
 
     def _draw_id(self) -> int:
         self._next_id += 1

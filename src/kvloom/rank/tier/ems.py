@@ -26,6 +26,8 @@ from kvloom.contract.states import FoundState
 from kvloom.rank.tier.kvmemory import KvMemory
 from kvloom.rank.tier.statememory import Bytes
 from kvloom.rank.tier.states import VERSION, StateStore
+from kvloom.rank.tier.windows import VERSION as WINDOWS_VERSION
+from kvloom.rank.tier.windows import WindowStore
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,9 @@ class EmsTier:
         self._caching: ContextCaching | None = None
         self._complaint = ""
         self._states = _open_states(memory, config)
+        self._windows = _open_windows(memory, config)
         self._found: dict[int, Bytes] = {}  # states that wait to be settled, by transfer
+        self._loaded: dict[int, list[tuple[int, Bytes]]] = {}  # a window's blocks that were loaded, by transfer
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="kv-states")
         self._under_way: dict[int, _UnderWay] = {}
         self._done: list[Moved] = []
@@ -93,8 +97,9 @@ class EmsTier:
     def close(self) -> None:
         self._circuit.close()
         self._workers.shutdown(cancel_futures=True)
-        if self._states is not None:
-            self._states[0].close()
+        for opened in (self._states, self._windows):
+            if opened is not None:
+                opened[0].close()
         Ems.shutdown()
 
     def _begin(self, transfer: Transfer, is_load: bool) -> None:
@@ -106,6 +111,12 @@ class EmsTier:
             if transfer.state is not None and self._memory.states is not None:
                 data = self._memory.states.read(transfer.state.place, transfer.state.block)
                 future = self._workers.submit(self._save_state, transfer, data)
+            elif transfer.windows is not None and self._memory.windows is not None and not is_load:
+                copies = list(map(self._memory.windows.read, transfer.windows.blocks))
+                future = self._workers.submit(self._save_windows, transfer, copies)
+            elif transfer.windows is not None:
+                until_s = time.monotonic() + self._load_option.timeout / 1000
+                future = self._workers.submit(self._load_windows, transfer, until_s)
             elif transfer.search is not None:
                 until_s = time.monotonic() + self._load_option.timeout / 1000
                 future = self._workers.submit(self._search, transfer, until_s)
@@ -130,6 +141,30 @@ class EmsTier:
         assert transfer.state is not None
         return Moved(transfer.id, int(self._states[1].save(transfer.state, data, self._save_option)))
 
+    def _save_windows(self, transfer: Transfer, copies: list[Bytes]) -> Moved:
+        assert self._windows is not None
+        assert transfer.windows is not None
+        return Moved(transfer.id, self._windows[1].save(transfer.windows.keys, copies, self._save_option))
+
+    def _load_windows(self, transfer: Transfer, until_s: float) -> Moved:
+        """Load the longest prefix of which the pool has what is needed: its blocks, and those of its last window."""
+        caching, asked = self._caching, transfer.windows
+        assert caching is not None
+        assert asked is not None
+        assert self._windows is not None
+        count = caching.exists(self._named(transfer)[1], _left(until_s)) if transfer.keys else 0
+        window = self._windows[1].find(asked, asked.num_known + count, _left(until_s))
+        if not window:
+            return Moved(transfer.id, 0)
+        need = max(0, window.stop - asked.num_known)
+        loaded = caching.load(*self._named(transfer, need), _left(until_s)).success if need else 0
+        keys = asked.keys[window.start - asked.first : window.stop - asked.first]
+        found = self._windows[1].load(keys, _left(until_s)) if loaded == need else None
+        if found is None:
+            return Moved(transfer.id, loaded)
+        self._loaded[transfer.id] = list(zip(asked.blocks, found, strict=False))
+        return Moved(transfer.id, loaded, window.stop * self._block_size)
+
     def _search(self, transfer: Transfer, until_s: float) -> Moved:
         """Load the longest state of which the pool has what is needed, and the blocks before it."""
         caching, search = self._caching, transfer.search
@@ -138,7 +173,7 @@ class EmsTier:
         assert self._states is not None
 
         def left() -> CcKvOption:
-            return CcKvOption(timeout=max(0, int((until_s - time.monotonic()) * 1000)))
+            return _left(until_s)
 
         count = caching.exists(self._named(transfer)[1], left()) if transfer.keys else 0
         found = self._states[1].find(search, search.num_known + count, left)
@@ -153,7 +188,7 @@ class EmsTier:
         return Moved(transfer.id, loaded, position)
 
     def _result(self, id: int, work: _UnderWay) -> Moved:
-        """What was moved; a failure of the pool opens the circuit."""
+        """What was moved, with a window's blocks written; a failure of the pool opens the circuit."""
         try:
             result = work.future.result()
         except EmsException as error:
@@ -161,6 +196,9 @@ class EmsTier:
             return Moved(id, 0)
         if work.is_load:  # a pool that accepts saves may still be too slow for loads
             self._circuit.succeeded()
+        for block, data in self._loaded.pop(id, []):
+            assert self._memory.windows is not None
+            self._memory.windows.write(block, data)
         return result if isinstance(result, Moved) else Moved(id, result.success)
 
     def _connect(self) -> bool:
@@ -221,6 +259,19 @@ def _open_states(memory: KvMemory, config: EmsConfig) -> tuple[KvPool, StateStor
     sizes = f"{memory.states.state_bytes}+{memory.states.block_bytes}"
     pool = open_pool(config, f"states {VERSION}: {memory.layout}, {sizes} bytes, {memory.block_size} tokens a block")
     return pool, StateStore(pool, memory.states, memory.block_size)
+
+
+def _open_windows(memory: KvMemory, config: EmsConfig) -> tuple[KvPool, WindowStore] | None:
+    """The same of the blocks of layers with a window."""
+    if memory.windows is None:
+        return None
+    size = f"{memory.windows.block_bytes} bytes a block of {memory.block_size} tokens"
+    pool = open_pool(config, f"windows {WINDOWS_VERSION}: {memory.layout}, {size}")
+    return pool, WindowStore(pool, memory.windows, memory.block_size)
+
+
+def _left(until_s: float) -> CcKvOption:
+    return CcKvOption(timeout=max(0, int((until_s - time.monotonic()) * 1000)))
 
 
 def _access_key(options: Mapping[str, str]) -> str | None:

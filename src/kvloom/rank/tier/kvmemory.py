@@ -7,6 +7,7 @@ from typing import Any
 from kvloom.contract.errors import ModelError
 from kvloom.contract.messages import RankInfo
 from kvloom.rank.tier.statememory import StateMemory
+from kvloom.rank.tier.windowmemory import WindowMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class KvMemory:
     blocks, which transfers name; block_bytes: of a block over all tensors. read: the bytes, in pieces, that a step
     reads as a block, found independently of `layers`. model: fingerprint of weights and shape; layout: arithmetic and
     arrangement beyond dtype and shape. rank, world_size: which part of every block this is. states: those of sequences;
-    None = the model's layers keep none.
+    None = the model's layers keep none. windows: blocks of layers with a window; None = these are among `layers`.
     """
 
     layers: Sequence[Sequence[Any]]
@@ -31,6 +32,7 @@ class KvMemory:
     rank: int = 0
     world_size: int = 1
     states: StateMemory | None = None
+    windows: WindowMemory | None = None
 
     def __post_init__(self) -> None:
         """Raises ModelError for tensors whose first dimension is not these blocks: transfers would move other tokens'
@@ -49,5 +51,6 @@ class KvMemory:
         own, told = (self.num_blocks, self.block_size), (info.num_blocks, info.block_size)
         if own != told:
             raise ModelError(f"the KV cache has blocks and tokens {list(own)}, the engine is told {list(told)}")
-        if not 0 <= info.kv_bytes - own[0] * self.block_bytes < self.block_bytes:
-            raise ModelError(f"the KV cache has {info.kv_bytes} bytes, its blocks {own[0]} times {self.block_bytes}")
+        num_bytes = info.kv_bytes - info.window_bytes
+        if not 0 <= num_bytes - own[0] * self.block_bytes < self.block_bytes:
+            raise ModelError(f"the KV cache has {num_bytes} bytes, its blocks {own[0]} times {self.block_bytes}")

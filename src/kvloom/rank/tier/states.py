@@ -20,9 +20,9 @@ from kvloom.rank.tier.statememory import Bytes, StateMemory
 log = logging.getLogger(__name__)
 
 VERSION = 1  # of the order of numbers in a state
-_PIECE_BYTES = 4 << 20
+PIECE_BYTES = 4 << 20
 _AT_ONCE = 256  # positions that are asked for together
-_STORED = (KvStatus.STORED, KvStatus.PRESENT, KvStatus.CONFLICT, KvStatus.LOCAL)
+STORED = (KvStatus.STORED, KvStatus.PRESENT, KvStatus.CONFLICT, KvStatus.LOCAL)
 
 
 class StateStore:
@@ -34,12 +34,12 @@ class StateStore:
 
     def save(self, kept: KeptState, data: Bytes, option: CcKvOption) -> bool:
         """Whether it is there now."""
-        pieces = _pieces(data)
-        statuses = self._pool.put(_keys(kept.key, len(pieces)), pieces, option, is_chain=True)
+        pieces = pieces_of(data)
+        statuses = self._pool.put(piece_keys(kept.key, len(pieces)), pieces, option, is_chain=True)
         if KvStatus.TOO_LARGE in statuses and not self._has_complained:
             self._has_complained = True
             log.warning("states are not saved: the pool takes no values of %d bytes (--slab)", len(pieces[0]))
-        return all(status in _STORED for status in statuses)
+        return all(status in STORED for status in statuses)
 
     def find(self, search: Search, num_blocks: int, option: Callable[[], CcKvOption]) -> tuple[int, Bytes] | None:
         """(tokens before it, the state) of the longest prefix that has one, if `num_blocks` blocks of it are known."""
@@ -49,22 +49,22 @@ class StateStore:
             sizes: list[int] = []
             for position, key in asked:
                 size = self._memory.size(position % self._block_size > 0)
-                num_pieces = -(-size // _PIECE_BYTES)
-                keys += _keys(key, num_pieces)[-1:]
-                sizes.append(size - (num_pieces - 1) * _PIECE_BYTES)
+                num_pieces = -(-size // PIECE_BYTES)
+                keys += piece_keys(key, num_pieces)[-1:]
+                sizes.append(size - (num_pieces - 1) * PIECE_BYTES)
             found = self._pool.exists(keys, sizes, option())
             for position, key in (one for one, is_there in zip(asked, found, strict=True) if is_there):
                 data = np.empty(self._memory.size(position % self._block_size > 0), np.uint8)
-                pieces = _pieces(data)
-                if all(self._pool.get(_keys(key, len(pieces)), pieces, option())):
+                pieces = pieces_of(data)
+                if all(self._pool.get(piece_keys(key, len(pieces)), pieces, option())):
                     return position, data
         return None
 
 
-def _pieces(data: Bytes) -> list[Bytes]:
-    return [data[first : first + _PIECE_BYTES] for first in range(0, len(data), _PIECE_BYTES)]
+def pieces_of(data: Bytes) -> list[Bytes]:
+    return [data[first : first + PIECE_BYTES] for first in range(0, len(data), PIECE_BYTES)]
 
 
-def _keys(key: bytes, num_pieces: int) -> Sequence[bytes]:
+def piece_keys(key: bytes, num_pieces: int) -> Sequence[bytes]:
     """The last piece is asked for alone, because a pool drops the end of a chain first."""
     return [key + index.to_bytes(2, "little") for index in range(num_pieces)]

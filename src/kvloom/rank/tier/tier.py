@@ -26,6 +26,9 @@ class KvTier(Protocol):
 
     With KvMemory.states, loads have a `search`: the tier keeps the state that it finds until `settle`, and reports its
     position only if all blocks before it were moved. Saves may have a `state`, which `save` copies.
+
+    With KvMemory.windows, loads have `windows`: the position of their end is reported if all blocks before it were
+    moved, and those of the window. Saves may have `windows`, which `save` copies.
     """
 
     @property

@@ -107,6 +107,12 @@ COUNTERS: Sequence[tuple[tuple[str, ...], str, Number]] = (
     ),
     (("kv_tier_saved_states",), "States given to it.", lambda s: s.engine.stats().total_tier_saved_states),
     (
+        ("kv_tier_loaded_windows",),
+        "KV blocks of layers with a sliding window taken from it.",
+        lambda s: s.engine.stats().total_tier_loaded_windows,
+    ),
+    (("kv_tier_saved_windows",), "Such blocks given to it.", lambda s: s.engine.stats().total_tier_saved_windows),
+    (
         ("steps_ahead",),
         "Steps planned and sent while the one before them ran.",
         lambda s: s.engine.stats().total_steps_ahead,
