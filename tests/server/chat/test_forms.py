@@ -129,6 +129,8 @@ def test_a_template_that_shows_no_call_is_known_by_a_mark_or_guessed():
     assert (form.calls.name, form.found) == ("hermes", "a guess")
     _, form = formed("{# <minimax:tool_call> #}")
     assert (form.calls.name, form.found) == ("minimax_m2", "a mark in the template")
+    _, form = formed("{# <tool_call> <function=NAME> #}")
+    assert (form.calls.name, form.found) == ("qwen3_coder", "a mark in the template")
 
 
 @pytest.mark.parametrize(
