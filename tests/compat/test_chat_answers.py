@@ -92,7 +92,7 @@ def is_read(case: Case) -> bool:
 
 
 OTHERWISE = {
-    "Kimi-K2-Thinking": 2,
+    "Kimi-K2-Thinking": 1,
     "MiniMax-M3": 1,
 }  # template -> answers that are read otherwise; docs/chats.md says why
 
