@@ -124,7 +124,7 @@ class Engine:
         seq.is_whole = self._executor.info.sees_ahead
         seq.may_reuse = request.may_reuse and not seq.is_whole
         seq.giving = giving_of(request, self._executor.info)
-        seq.extend_hashes(self._limits.block_size)
+        self._arrivals.hash(live, self._limits.block_size)
         self._drafting.begin(live)
         self._counts.add("total_requests")
         self._counts.add("total_prompt_tokens", seq.num_prompt)

@@ -10,7 +10,7 @@ from kvloom.contract.messages import Logprob, NewSeq, PromptLogprobs, Sample
 from kvloom.contract.request import Delta, FinishReason, Request, TokenLogprob, capped
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.counts import Counts
-from kvloom.engine.schedule.blocks import BASE, Scope
+from kvloom.engine.schedule.blocks import BASE, LastChain, Scope
 from kvloom.engine.schedule.commit import forget_rank
 from kvloom.engine.schedule.guessing import Guesser
 from kvloom.engine.schedule.seq import Seq, SeqStep, Status
@@ -165,11 +165,11 @@ class Fresh(NamedTuple):
 
 
 class Arrivals:
-    """Makes the Live of each accepted request: numbers it, and draws a seed where none was given."""
+    """Makes the Live of each accepted request: numbers it, hashes it, and draws a seed where none was given."""
 
     def __init__(self, config: EngineConfig, vocabulary: Tokenizer) -> None:
         self._config, self._vocabulary = config, vocabulary
-        self._next_id = 0
+        self._next_id, self._last = 0, LastChain()
 
     def live(self, request: Request, max_seq_len: int, scope: Scope = BASE, now_s: float = 0.0) -> Live:
         request = capped(request, self._config.max_iter_times)
@@ -187,6 +187,12 @@ class Arrivals:
         live.go_on()
         self._next_id += 1
         return live
+
+    def hash(self, live: Live, block_size: int) -> None:
+        """Hash the blocks of its prompt."""
+        request, seq = live.request, live.seq
+        seq.hashes = self._last.of(request.prompt_ids + request.answer, block_size, Scope(seq.salt, seq.switch))
+        seq.extend_hashes(block_size)
 
 
 def oldest_wait_s(lives: Iterable[Live], now_s: float) -> float:

@@ -14,7 +14,7 @@ from kvloom.contract.messages import AdapterInfo, RankInfo
 from kvloom.contract.request import Delta, FinishReason, Request, check_request
 from kvloom.engine.adapters import Adapter
 from kvloom.engine.feed import Feed
-from kvloom.engine.schedule.blocks import adapter_salt, extend_chain
+from kvloom.engine.schedule.blocks import LastChain, Scope, adapter_salt
 from kvloom.engine.stats import Stats
 from kvloom.fleet.args import FleetArgs
 from kvloom.fleet.figures import Totals, replica_figures
@@ -90,6 +90,7 @@ class FleetEngine:
         self._adapters = itertools.count(1)  # adapters; replicas number them in the same order
         self._is_closing = False
         self._totals = Totals()
+        self._last = LastChain()
         self.num_moves, self.num_lost = 0, 0  # requests that continued on another replica, and requests that could not
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -301,7 +302,7 @@ class FleetEngine:
             digest = self._about.adapters[request.adapter - 1] if request.adapter else ""
             salt = adapter_salt(request.cache_salt, digest)
             told = tokens if request.sight is None else request.sight.told_apart(tokens)
-            extend_chain(hashes, told, self.info.block_size, salt)
+            hashes = self._last.of(tuple(told), self.info.block_size, Scope(salt))
         return Hint(request.id, len(tokens), packed(hashes), journey.lost, journey.required_layout)
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvloom.engine.schedule.blocks import BlockPool, Switch, chain_hash, extend_chain, root_hash
+from kvloom.engine.schedule.blocks import BASE, BlockPool, LastChain, Scope, Switch, chain_hash, extend_chain, root_hash
 
 
 def hashes_of(tokens: list[int], salt: str = "") -> list[bytes]:
@@ -142,6 +142,36 @@ def test_a_chain_grows_as_if_made_at_once():
     for length in range(8):
         extend_chain(grown, tokens[:length], 2, "s")
     assert grown == hashes_of(tokens, "s")
+
+
+def test_a_chain_that_begins_like_the_last_one_is_hashed_from_where_they_part(monkeypatch: pytest.MonkeyPatch):
+    hashed: list[tuple[int, ...]] = []
+
+    def chained(parent: bytes, ids: tuple[int, ...]) -> bytes:
+        hashed.append(ids)
+        return chain_hash(parent, ids)
+
+    monkeypatch.setattr("kvloom.engine.schedule.blocks.chain_hash", chained)
+    last = LastChain()
+    other = Scope("s")
+    for token_ids, scope, expected in [
+        ((1, 2, 3, 4, 5), BASE, [(1, 2), (3, 4)]),
+        ((1, 2, 3, 4, 5), BASE, []),
+        ((1, 2, 3, 9), BASE, [(3, 9)]),
+        ((1, 2, 3), BASE, []),
+        ((1, 2, 3, 9), BASE, [(3, 9)]),  # the last one is known, and no other
+        ((1, 2, 3, 9), other, [(1, 2), (3, 9)]),
+        ((9, 2, 3, 9), other, [(9, 2), (3, 9)]),
+        ((), other, []),
+    ]:
+        hashed.clear()
+        found = last.of(token_ids, 2, scope)
+        assert hashed == expected
+        assert found == hashes_of(list(token_ids), scope.salt)
+    assert last.of((1, 2, 3, 4), 2, BASE) != last.of((1, 2, 3, 4), 1, BASE)[:2]
+    grown = last.of((1, 2), 2, BASE)
+    grown.append(b"of the caller")
+    assert last.of((1, 2, 3, 4), 2, BASE) == hashes_of([1, 2, 3, 4])
 
 
 class PoolMachine(RuleBasedStateMachine):

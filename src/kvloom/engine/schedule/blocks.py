@@ -59,6 +59,27 @@ def extend_chain(
         hashes.append(chain_hash(parent, token_ids[i * block_size : (i + 1) * block_size]))
 
 
+class LastChain:
+    """Makes chains one after the other; where one begins like the last, its hashes are the last one's. The questions
+    about one input come so.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[int, Scope] = 0, BASE
+        self._token_ids: tuple[int, ...] = ()
+        self._hashes: list[bytes] = []
+
+    def of(self, token_ids: tuple[int, ...], block_size: int, scope: Scope) -> list[bytes]:
+        """The hashes of its full blocks."""
+        known = self._hashes if self._key == (block_size, scope) else []
+        starts = range(0, min(len(known) * block_size, len(token_ids) - block_size + 1), block_size)
+        differs = (i for i in starts if token_ids[i : i + block_size] != self._token_ids[i : i + block_size])
+        hashes = known[: next(differs, len(starts) * block_size) // block_size]
+        extend_chain(hashes, token_ids, block_size, *scope)
+        self._key, self._token_ids, self._hashes = (block_size, scope), token_ids, list(hashes)
+        return hashes
+
+
 def parent_hash(hashes: Sequence[bytes], index: int, block_size: int, salt: str, switch: Switch | None = None) -> bytes:
     """What the hash of block `index` of a sequence continues; `hashes` are those of its full blocks before."""
     parent = hashes[index - 1] if index else root_hash(salt)
