@@ -87,9 +87,10 @@ compat-chats: setup $(LLAMA_CPP)/source
 	  tests/compat/test_chat_prompts.py tests/compat/test_chat_answers.py tests/compat/test_chat_parser.py \
 	  tests/compat/test_vocabularies.py
 
-# Agents of npm and PyPI, below .agents; each runs in a network namespace of its own. ONLY: the name of one.
+# Agents of npm and PyPI, below .agents; each runs in a network namespace of its own. ONLY: the name of one; REAL=1: over
+# the small model itself, in place of the scripted one.
 agents: setup
-	$(BIN)/python -m tests.agents .agents $(if $(ONLY),'$(ONLY)')
+	$(BIN)/python -m tests.agents .agents $(if $(REAL),--real) $(if $(ONLY),'$(ONLY)')
 
 # Perplexity of files of every type that llama-quantize writes, beside llama.cpp's own; builds its programs (minutes).
 LLAMA_BIN := $(LLAMA_CPP)/build/bin

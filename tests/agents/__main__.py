@@ -12,7 +12,10 @@ from pathlib import Path
 from kvloom.checkpoints.demo_models import pull
 from tests.agents.agents import AGENTS, VOCABULARY, Agent
 
-_HEAD = "| agent | packages | dialect | turns | calls right | tokens computed, turn by turn | tokens cached |"
+_COLUMNS = (
+    *("agent", "packages", "API", "turns", "calls right", "tokens computed, turn by turn", "tokens cached"),
+    "tokens of answers, in steps",
+)
 _ALONE = 'ip link set lo up; exec "$@"'  # in a namespace of its own
 
 
@@ -38,7 +41,8 @@ def line_of(agent: Agent, folder: Path, *options: str) -> tuple[str, bool]:
         return f"| {agent.name} | {' '.join(agent.packages)} | failed: {done.stderr.splitlines()[-1:]} |", False
     told = json.loads(done.stdout.splitlines()[-1])
     computed, cached = zip(*told["tokens"], strict=True) if told["tokens"] else ((), ())
-    numbers = [", ".join(map(str, each)) for each in (computed, cached)]
+    steps = [f"{written} in {count}" for written, count in told["steps"] if count]
+    numbers = [", ".join(map(str, each)) for each in (computed, cached, steps)]
     calls = f"{told['right']} of {told['wanted']}" + ("" if told["finished"] else ", not finished")
     cells = [agent.name, " ".join(agent.packages), agent.dialect, told["turns"], calls, *numbers]
     return f"| {' | '.join(map(str, cells))} |", told["finished"]
@@ -47,7 +51,7 @@ def line_of(agent: Agent, folder: Path, *options: str) -> tuple[str, bool]:
 def main(folder: Path, options: list[str], names: list[str]) -> bool:
     """Whether all finished."""
     pull(VOCABULARY)  # the agents run without a network
-    print(_HEAD, "| --- " * 7 + "|", sep="\n", flush=True)
+    print(f"| {' | '.join(_COLUMNS)} |", "| --- " * len(_COLUMNS) + "|", sep="\n", flush=True)
     finished = True
     for agent in AGENTS:
         if not names or agent.name in names:

@@ -19,6 +19,8 @@ from tests.support.traced import traced_server
 _LIMIT_S, _REAL_LIMIT_S = 180.0, 1500.0
 _CONTEXT, _REAL_CONTEXT = 131_072, 32_768  # tokens
 _MAX_BODY = 1 << 24
+# Guesses pay by the time that steps take. Those of the scripted model take as long as a small model's, in proportion.
+_STEP_S, _TOKEN_S = 0.01, 0.001
 _COUNT = "3 words"  # what the agent must say
 
 
@@ -50,6 +52,7 @@ def told(
     line = {
         "agent": agent.name, "packages": agent.packages, "dialect": agent.dialect, "turns": len(own), "right": right,
         "wanted": len(steps), "tokens": [(turn.num_tokens - turn.num_cached, turn.num_cached) for turn in own],
+        "steps": [(turn.num_written, turn.num_steps) for turn in own],
         "edited": (place.work / "notes.txt").read_text(), "said": _COUNT in done.stdout, "code": done.returncode,
     }  # fmt: skip
     line["finished"] = line["edited"] == "the dog sleeps\n" and bool(line["said"]) and right == len(steps)
@@ -61,7 +64,8 @@ def scripted(agent: Agent, place: Place) -> Iterator[tuple[Place, Callable[[], S
     """The place with the server's address, and the turns of the task so far."""
     script = Script(agent)
     tokenizer = load_tokenizer(pull(VOCABULARY))
-    with scripted_server(tokenizer, script, _CONTEXT, names=(MODEL,), max_body_bytes=_MAX_BODY) as (server, turns):
+    shared = {"names": (MODEL,), "max_body_bytes": _MAX_BODY, "num_speculative_tokens": -1}
+    with scripted_server(tokenizer, script, _CONTEXT, _TOKEN_S, step_s=_STEP_S, **shared) as (server, turns):
         place = replace(place, url=server.url)
         script.steps = agent.steps(place)
         yield place, lambda: [turn for turn in turns.items if script.at(turn.prompt) is not None]
