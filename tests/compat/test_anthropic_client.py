@@ -123,6 +123,7 @@ def test_errors_become_the_clients_exceptions(client: anthropic.Anthropic):
 def test_models_are_listed_and_retrieved(client: anthropic.Anthropic):
     [model] = client.models.list()
     assert (model.id, model.type, model.lifecycle) == (MODEL, "model", "active")
+    assert (model.max_input_tokens, model.max_tokens) == (2047, 2047)
     assert client.models.retrieve(MODEL) == model
     assert client.models.list(after_id=MODEL).data == []
     assert client.models.list(before_id=MODEL, limit=1).data == []
@@ -141,6 +142,18 @@ def test_a_server_that_starts_again_is_asked_again_after_the_time_that_it_says(m
     with fake_server() as server, anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=2) as client:
         assert waits(client, server, lambda: client.messages.create(**FIELDS).content, monkeypatch) == [2, 2]
         server.health.is_draining = True
-        with pytest.raises(anthropic.APIStatusError) as busy:
+        with pytest.raises(anthropic.InternalServerError) as stopping:
             client.with_options(max_retries=0).messages.create(**FIELDS)
-    assert (busy.value.status_code, busy.value.body["error"]["type"]) == (503, "overloaded_error")
+    assert (stopping.value.status_code, stopping.value.type) == (529, "overloaded_error")
+    assert type(stopping.value).__name__ == "OverloadedError"
+
+
+def test_a_full_server_is_overloaded_and_says_when_to_come_again():
+    with fake_server(max_queued_tokens=1) as server, anthropic.Anthropic(base_url=server.url, api_key="none") as client:
+        server.admission.num_active, server.admission.num_tokens = 1, 1  # as with another request
+        with pytest.raises(anthropic.InternalServerError) as full:
+            client.with_options(max_retries=0).messages.create(**FIELDS)
+        assert (full.value.status_code, full.value.type) == (529, "overloaded_error")
+        assert full.value.response.headers["retry-after"] == "1"
+        server.admission.num_active = server.admission.num_tokens = 0
+        assert client.messages.create(**FIELDS).content

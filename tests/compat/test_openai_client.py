@@ -28,6 +28,7 @@ def client(server: FakeServer) -> Iterator[openai.OpenAI]:
 def test_models(client: openai.OpenAI):
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "MindIE Server"
+    assert client.models.retrieve(MODEL).max_model_len == 2048  # vLLM's name of the context
 
 
 def test_chat_and_its_stream_agree(client: openai.OpenAI):
@@ -184,3 +185,19 @@ def test_a_server_that_starts_again_is_asked_again_after_the_time_that_it_says(m
 
     with fake_server() as server, openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=2) as client:
         assert waits(client, server, ask, monkeypatch) == [2, 2]
+
+
+def test_a_full_server_is_a_rate_limit_and_says_when_to_come_again():
+    with (
+        fake_server(max_queued_tokens=1) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none") as client,
+    ):
+        server.admission.num_active, server.admission.num_tokens = 1, 1  # as with another request
+        once = client.with_options(max_retries=0)
+        for ask in (
+            lambda: once.chat.completions.create(model=MODEL, messages=MESSAGES),
+            lambda: once.responses.create(model=MODEL, input="hello"),
+        ):
+            with pytest.raises(openai.RateLimitError) as full:
+                ask()
+            assert (full.value.code, full.value.response.headers["retry-after"]) == ("rate_limit_exceeded", "1")

@@ -24,8 +24,10 @@ TABLE: dict[str, tuple[int, int, str]] = {
     "model": (500, 500, "incomplete_generation"),
     "internal": (500, 500, "incomplete_generation"),
 }
+_MAX_CHARS = 2000  # of a message
 BUG_TEXT = "the server failed on this request; its log says how"
 CODINGS = "gzip, deflate"  # of bodies
+Family = Literal["openai", "anthropic", "ollama", "tgi"]
 RETRY_AFTER_S = {"overloaded": 1, "unavailable": 2}
 
 _OPENAI_TYPE = {
@@ -48,9 +50,11 @@ _ANTHROPIC_TYPE = {
     "forbidden": "permission_error",
     "media_type": "invalid_request_error",
     "misdirected": "invalid_request_error",
-    "overloaded": "rate_limit_error",
+    "overloaded": "overloaded_error",
     "unavailable": "overloaded_error",
+    "timeout": "timeout_error",
 }
+_ANTHROPIC_STATUS = {"overloaded_error": 529}  # 429 there is of one account that asks too often
 # their first part: OpenAI's with and without /v1, and those of vLLM's server
 _OPENAI_PATHS = {"v1", "chat", "completions", "embeddings", "images", "models", "responses"}
 _OPENAI_PATHS |= {"decisions", "systemone"}
@@ -152,6 +156,12 @@ class ErrorReply:
     headers: dict[str, str]
 
 
+def told(error: ServingError) -> str:
+    """Its text, cut where it quotes too much of a request."""
+    text = str(error)
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}…"
+
+
 def openai_error(error: ServingError) -> dict[str, Any]:
     """OpenAI's error object."""
     code = None if isinstance(error, NoRoute) else _OPENAI_CODE.get(error.kind)
@@ -160,7 +170,7 @@ def openai_error(error: ServingError) -> dict[str, Any]:
     code = getattr(error, "code", code)
     return {
         "error": {
-            "message": str(error),
+            "message": told(error),
             "type": _OPENAI_TYPE.get(error.kind, "server_error"),
             "param": getattr(error, "field", None) or None,
             "code": code,
@@ -174,20 +184,20 @@ def openai_reply(error: ServingError) -> ErrorReply:
 
 def anthropic_error(error: ServingError) -> dict[str, Any]:
     """Anthropic's error object."""
-    text = str(error)
+    text = told(error)
     if isinstance(error, PromptTooLong):
         text = f"prompt is too long: {error.count} tokens > {error.limit} maximum"
     return {"type": "error", "error": {"type": _ANTHROPIC_TYPE.get(error.kind, "api_error"), "message": text}}
 
 
 def anthropic_reply(error: ServingError) -> ErrorReply:
-    """Statuses are those of /v1."""
-    return ErrorReply(TABLE[error.kind][0], msgspec.json.encode(anthropic_error(error)), _headers(error))
+    """Statuses are those of /v1, and Anthropic's 529 for a server that is busy, starting or stopping."""
+    return ErrorReply(status_of(error.kind, "anthropic"), msgspec.json.encode(anthropic_error(error)), _headers(error))
 
 
 def tgi_error(error: ServingError) -> dict[str, Any]:
     """TGI's error object, which is Open Inference Protocol's too."""
-    text = str(error)
+    text = told(error)
     return {"error": text, "error_type": TABLE[error.kind][2]}
 
 
@@ -197,7 +207,7 @@ def tgi_reply(error: ServingError) -> ErrorReply:
 
 def ollama_error(error: ServingError) -> dict[str, Any]:
     """Ollama's error object."""
-    return {"error": str(error)}
+    return {"error": told(error)}
 
 
 def ollama_reply(error: ServingError) -> ErrorReply:
@@ -205,7 +215,15 @@ def ollama_reply(error: ServingError) -> ErrorReply:
     return ErrorReply(TABLE[error.kind][0], msgspec.json.encode(ollama_error(error)), _headers(error))
 
 
-def family_of(path: str) -> Literal["openai", "anthropic", "ollama", "tgi"]:
+def status_of(kind: str, family: Family) -> int:
+    """The HTTP status of a kind of error."""
+    of_v1, elsewhere, _ = TABLE[kind]
+    if family == "anthropic":
+        return _ANTHROPIC_STATUS.get(_ANTHROPIC_TYPE.get(kind, ""), of_v1)
+    return elsewhere if family == "tgi" else of_v1
+
+
+def family_of(path: str) -> Family:
     """Whose errors a path has."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         return "anthropic"

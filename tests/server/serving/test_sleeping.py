@@ -70,7 +70,7 @@ def test_a_model_sleeps_refuses_and_wakes_with_the_same_answers(server: FakeServ
             "POST",
             "/v1/messages",
             {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
-            503,
+            529,
         ),
         ("POST", "/v1/embeddings", {"model": MODEL, "input": "hi"}, 503),
         ("POST", "/generate", {"inputs": "hi"}, 503),

@@ -198,7 +198,7 @@ def test_every_other_error_has_that_shape_too():
         ]
         server.health.is_draining = True
         response = server.post(PATH, body())
-        assert (response.status_code, response.json()["error"]["type"]) == (503, "overloaded_error")
+        assert (response.status_code, response.json()["error"]["type"]) == (529, "overloaded_error")
 
 
 def test_a_key_may_come_as_anthropics_clients_send_it():

@@ -30,3 +30,10 @@ def test_an_item_is_named_by_its_id(keeping: FakeServer, stream: bool):
 def test_an_item_that_is_not_there_is_named(keeping: FakeServer):
     error = refusal(keeping.post(PATH, {**GREEDY, "input": [{"type": "item_reference", "id": "msg_none"}]}))
     assert (error["param"], "'msg_none' not found" in error["message"]) == ("input[0].id", True)
+
+
+def test_an_error_quotes_a_long_id_in_part(keeping: FakeServer):
+    given = [{"type": "item_reference", "id": "x" * 5_000}]
+    error = refusal(keeping.post(PATH, {**GREEDY, "input": given}))
+    assert error["message"].startswith("input[0].id: Item with id 'xxx")
+    assert len(error["message"]) < 2100

@@ -233,6 +233,7 @@ def test_a_call_goes_with_its_result_or_not_at_all(server: FakeServer):
         ({"input": [{"content": "hi"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 10**30}, "max_output_tokens"),
         ({"temperature": 3}, "temperature"),
         ({"top_p": 0}, "top_p"),
     ],

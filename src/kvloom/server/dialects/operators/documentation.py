@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvloom.contract.errors import ServingError
-from kvloom.server.errors import TABLE, ErrorReply, family_of, tgi_reply
+from kvloom.server.errors import TABLE, ErrorReply, family_of, status_of, tgi_reply
 from kvloom.server.http.reply import Endpoint, HttpRequest, Reply
 from kvloom.server.http.sse import MEDIA_TYPE, NDJSON
 
@@ -129,7 +129,7 @@ def _operation(endpoint: Endpoint, schema_of: dict[type, dict[str, Any]]) -> dic
 def _errors(endpoint: Endpoint) -> dict[str, Any]:
     family = family_of(endpoint.path)
     name = {"openai": "OpenAIError", "anthropic": "AnthropicError", "ollama": "OllamaError", "tgi": "Error"}[family]
-    statuses = sorted({row[1] if family == "tgi" else row[0] for row in TABLE.values()})
+    statuses = sorted({status_of(kind, family) for kind in TABLE})
     content = {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}
     return {str(status): {"description": "an error", "content": content} for status in statuses}
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from kvloom.contract.config import MAX_COUNT
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.sampling import SamplingParams
 from kvloom.server.chat.grammars import json_grammar, object_grammar
@@ -85,7 +86,7 @@ class ResponsesBody(Constraints, kw_only=True):
     model: str | None = None
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
     temperature: Annotated[float, bounds("temperature", high=2)] | None = None
     top_p: Annotated[float, bounds("top_p", opens_low=False)] | None = None
     top_logprobs: Annotated[int, bounds("logprobs")] | None = None
