@@ -60,6 +60,16 @@ UNHELD = [
 ]
 
 
+@pytest.mark.parametrize("depth", [90, 300])  # too many for llguidance, and for Python
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_schema_that_is_nested_too_deeply_is_refused_as_such(depth: int, is_strict: bool):
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(BadRequest, match=r"^f: is nested too deeply$"):
+        json_grammar(schema, "f", is_strict)
+
+
 @pytest.mark.parametrize(("schema", "told"), UNHELD)
 def test_what_cannot_be_held_is_left_out_and_told(schema: Any, told: str):
     with noting() as notes:

@@ -38,7 +38,8 @@ def json_grammar(schema: dict[str, Any] | str | bool, field: str, is_strict: boo
         form: Any = _JSON_FORM if is_strict else _LENIENT
         return checked_grammar(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=form), field)
     except (ValueError, RecursionError) as error:
-        raise BadRequest(field, f"is no JSON schema: {error}") from None
+        is_deep = isinstance(error, RecursionError) or "recursion limit" in str(error)  # Python's, llguidance's
+        raise BadRequest(field, "is nested too deeply" if is_deep else f"is no JSON schema: {error}") from None
 
 
 def object_grammar(field: str = "response_format") -> str:
