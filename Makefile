@@ -68,7 +68,7 @@ OVER_VLLM := \
   wire/test_golden compat/test_vllm_values compat/test_openai_client compat/test_openai_tools \
   compat/test_openai_responses compat/test_tgi_clients compat/test_triton_client compat/test_anthropic_client \
   compat/test_ollama_client compat/test_mindieclient compat/test_curl server/dialects/openai/test_openai \
-  server/dialects/openai/test_openai_details server/dialects/test_dialects client/test_chat \
+  server/dialects/openai/test_openai_details server/dialects/decisions/test_decisions server/dialects/test_dialects client/test_chat \
   server/chat/test_structured server/chat/test_tools server/serving/test_vllm_engine compat/test_vllm_engine \
   compat/test_vllm_vision compat/test_vllm
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvloom.rank.byte_tokenizer import EOS_ID
+from tests.server.dialects.decisions.test_odds import asked_with, choice, numbers
 from tests.support.lazily import lazily
 from tests.support.servers import MODEL, OVER_VLLM, FakeServer
 from tests.support.vllm.hosts import chained_model
@@ -91,6 +93,20 @@ def test_penalties_and_bias_choose_as_their_formulas_do(server: FakeServer, logi
                 found[id] += value
             ids.append(int(found.argmax()))
         assert complete(server, max_tokens=30, **fields)["token_ids"] == ids[len(PROMPT) :]
+
+
+def test_decisions_are_the_odds_of_every_answer(server: FakeServer, logits: Logits, monkeypatch: pytest.MonkeyPatch):
+    labels = ["a", "ab", "0b", "yes"]
+    questions = [choice(labels), {"type": "predicate", "instructions": "Is it so?"}]
+    answer, requests = asked_with(server, monkeypatch, {"input": "x" * 70, "questions": questions})
+    odds = []
+    for request in requests:
+        first, ids = request.params.scored_from, [*request.prompt_ids, EOS_ID]
+        rows = logits(list(request.prompt_ids))[first - 1 :].log_softmax(-1)
+        odds.append(math.exp(sum(float(row[id]) for row, id in zip(rows, ids[first:], strict=True))))
+    several, both = odds[: len(labels)], odds[len(labels) :]
+    expected = [*(one / sum(several) for one in several), both[0] / sum(both)]
+    assert numbers(answer["answers"]) == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_seed_gives_its_answer_alone_and_in_company(server: FakeServer):

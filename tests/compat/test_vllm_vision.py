@@ -116,6 +116,29 @@ def test_prompt_logprobs_are_told_of_image_tokens_too(server):
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
 
 
+def test_images_of_decisions_are_tokens_of_the_prompt(server):
+    questions = [
+        {"type": "choice", "instructions": "Which?", "choices": [{"value": "red"}, {"value": "dark blue"}]},
+        {"type": "predicate", "instructions": "Is it small?"},
+    ]
+
+    def decided(*images: str) -> tuple[list[float], int]:
+        shown = [{"type": "input_image", "image_url": url} for url in images]
+        content = [*shown, {"type": "input_text", "text": "A square."}]
+        body = {"model": "m", "input": [{"role": "user", "content": content}], "questions": questions}
+        answer = httpx.post(f"{server.url}/v1/decisions", json=body, timeout=WAIT_S)
+        assert answer.status_code == 200, answer.text
+        first, second = answer.json()["answers"]
+        odds = [*(each["probability"] for each in first["probabilities"]), second["probability"]]
+        return odds, answer.json()["usage"]["input_tokens"]
+
+    red, blue = (data_url(png(colour, (60, 60))) for colour in ("red", "blue"))
+    (odds, count), (again, _), (_, same_count), (_, fewer) = decided(red), decided(red), decided(blue), decided()
+    assert odds[0] + odds[1] == pytest.approx(1)
+    assert again == pytest.approx(odds, rel=0.02)  # bfloat16, in other company
+    assert count == same_count > fewer
+
+
 def test_an_answer_to_a_picture_goes_on_where_vllm_was_killed(server):
     body = {"messages": CHATS["several"], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     expected = ask(server.url, **body)["choices"][0]["message"]["content"]
