@@ -98,17 +98,6 @@ def test_an_abort_while_its_blocks_are_on_their_way_ends_it_once():
     engine.check()
 
 
-def test_a_rank_that_dies_meanwhile_ends_the_wait_and_not_the_answer():
-    engine, tier, _ = tiered_engine()
-    tier.save_delay = 50
-    engine.add(GIVEN)
-    for _ in range(5):
-        assert engine.step() == []
-    deltas = engine.suspend() + engine.resume({})
-    assert [(delta.finish_reason, num_given(delta)) for delta in deltas] == [(FinishReason.LENGTH, 0)]
-    assert not engine.has_work
-
-
 def test_a_rank_that_dies_while_it_computes_the_prompt_is_followed_by_one_that_gives_all_of_it():
     stored: dict[bytes, list[int]] = {}
     engine, executor = mortal_engine(at_steps({3}), stored, max_tokens_per_step=10, max_batch=2)
@@ -229,8 +218,9 @@ def test_a_tier_that_takes_only_a_part_of_it_is_told_to_have_nothing(what: str):
     assert num_given(last_delta(engine, GIVEN)) == 0
 
 
-def test_a_rank_that_dies_while_the_state_is_on_its_way_ends_the_wait():
-    engine, tier = stateful()
+@pytest.mark.parametrize("opened", [lambda: tiered_engine()[:2], stateful], ids=["blocks", "a state"])
+def test_a_rank_that_dies_meanwhile_ends_the_wait_and_not_the_answer(opened):
+    engine, tier = opened()
     tier.save_delay = 50
     engine.add(GIVEN)
     for _ in range(5):
