@@ -59,18 +59,20 @@ class Latents {
 
     // The same by the formulas.
     std::vector<Row> plain(const std::vector<int32_t>& ids) const {
-        std::vector<Row> latents, turned, logits;
+        std::vector<Row> keys[kLatentHeads], values[kLatentHeads], logits;
         for (size_t t = 0; t < ids.size(); t++) {
             Row x(&embed.values[size_t(ids[t] * kHidden)], &embed.values[size_t((ids[t] + 1) * kHidden)]);
             const Row in = normed(x.data(), kHidden, attention_norm), key = kv_down.times(in);
-            latents.push_back(normed(key.data(), kRank, norm));
-            turned.emplace_back(key.begin() + kRank, key.end());
-            turn(turned.back().data(), rope, int(t));
+            const Row latent = normed(key.data(), kRank, norm);
+            Row turned(key.begin() + kRank, key.end());
+            turn(turned.data(), rope, int(t));
             Row q = drawn.has_q_rank ? q_up.times(normed(q_down.times(in).data(), kQRank, q_norm)) : q_whole.times(in), outputs;
             for (int h = 0; h < kLatentHeads; h++) {
                 double* const query = &q[size_t(h * kSize)];
                 turn(query + kNope, rope, int(t));
-                const Row out = attended(query, h, latents, turned);
+                keys[h].push_back(key_of(h, latent, turned));
+                values[h].push_back(value_of(h, latent));
+                const Row out = attended(query, keys[h], values[h]);
                 outputs.insert(outputs.end(), out.begin(), out.end());
             }
             add_to(x, o.times(outputs));
@@ -101,21 +103,32 @@ class Latents {
         return program;
     }
 
-    // A head's output for its query: keys and values of the head are products of the latents.
-    Row attended(const double* query, int h, const std::vector<Row>& latents, const std::vector<Row>& turned) const {
+    // A head's key of a token: a product of the token's latent, beside the turned part that all heads share.
+    Row key_of(int h, const Row& latent, const Row& turned) const {
+        Row key(kNope);
+        for (int r = 0; r < kRank; r++) {
+            const float* const weights = &k_up.values[size_t((h * kRank + r) * kNope)];
+            for (size_t i = 0; i < kNope; i++) key[i] += double(weights[i]) * latent[size_t(r)];
+        }
+        key.insert(key.end(), turned.begin(), turned.end());
+        return key;
+    }
+
+    // A head's value of a token.
+    Row value_of(int h, const Row& latent) const {
+        Row value;
+        for (int i = 0; i < kOut; i++) value.push_back(dot(&v_up.values[size_t((h * kOut + i) * kRank)], latent.data(), kRank));
+        return value;
+    }
+
+    // A head's output for its query over all tokens so far.
+    static Row attended(const double* query, const std::vector<Row>& keys, const std::vector<Row>& values) {
         Row out(kOut);
         double total = 0;
-        for (size_t t = 0; t < latents.size(); t++) {
-            double score = 0;
-            for (int i = 0; i < kNope; i++) {
-                double key = 0;
-                for (int r = 0; r < kRank; r++) key += double(k_up.values[size_t((h * kRank + r) * kNope + i)]) * latents[t][size_t(r)];
-                score += query[i] * key;
-            }
-            for (int i = 0; i < kDim; i++) score += query[kNope + i] * turned[t][size_t(i)];
-            const double p = std::exp(double(kScale) * score);
+        for (size_t t = 0; t < keys.size(); t++) {
+            const double p = std::exp(double(kScale) * dot(query, keys[t].data(), kSize));
             total += p;
-            for (int i = 0; i < kOut; i++) out[size_t(i)] += p * dot(&v_up.values[size_t((h * kOut + i) * kRank)], latents[t].data(), kRank);
+            for (size_t i = 0; i < kOut; i++) out[i] += p * values[t][i];
         }
         for (double& value : out) value /= total;
         return out;
