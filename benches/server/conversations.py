@@ -6,7 +6,8 @@ Both serve one GGUF file, a random model of Qwen3.5-0.8B's shape if none is give
 each, with messages that no cache has seen, while the other one is halted. kvloom saves its cache to a pool of its own,
 and at the end it is started again and plays its last script once more. One JSON line a server and kind of request:
 medians over all rounds of the tokens computed again (`again`; `again_most`, `again_sum`) and of the time to the first
-token; `rss_mb` is the peak of resident memory.
+token; `rss_mb` is the peak of resident memory. Lines come as soon as they are known; how long each script took is told
+on the standard error.
 """
 
 import argparse
@@ -15,8 +16,9 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +67,15 @@ class Server:
         self._process.set_running(False)
 
     def play(self, player: Player) -> list[Exchange]:
+        started = time.monotonic()
         self._process.set_running(True)
         try:
-            return uvloop.run(player.play(self.target))
+            found = uvloop.run(player.play(self.target))
         finally:
             self._process.set_running(False)
+        seconds = time.monotonic() - started
+        print(f"{self.name}: {len(found)} answers in {seconds:.0f} s", file=sys.stderr, flush=True)
+        return found
 
     @property
     def rss_mb(self) -> int:
@@ -87,7 +93,7 @@ def rows(name: str, exchanges: Sequence[Exchange], rss_mb: int) -> list[dict[str
     return found
 
 
-def measure(peer: str, model: Path, rounds: int, script: Script, folder: Path) -> list[dict[str, Any]]:
+def measure(peer: str, model: Path, rounds: int, script: Script, folder: Path) -> Iterator[dict[str, Any]]:
     with ExitStack() as stack:
         stack.enter_context(AgentProcess(folder / "ems.sock", "--pool=4G", "--segment=64M", "--slab=16M"))
         ports = free_port(), free_port()
@@ -102,10 +108,11 @@ def measure(peer: str, model: Path, rounds: int, script: Script, folder: Path) -
                 player = Player(script, f"{new_seed()}-{turn}")
                 found[server.name] += server.play(player)
                 last = player if server is servers[0] else last
-        lines = [row for server in servers for row in rows(server.name, found[server.name], server.rss_mb)]
+        for server in servers:
+            yield from rows(server.name, found[server.name], server.rss_mb)
         first.close()
         again = Server("kvloom, started again", own, ports[0], stack)
-        return lines + rows(again.name, again.play(last), again.rss_mb)
+        yield from rows(again.name, again.play(last), again.rss_mb)
 
 
 def main() -> int:
@@ -121,13 +128,9 @@ def main() -> int:
     script = Script(num_turns=args.num_turns, num_branches=args.num_branches, output_len=args.output_len)
     with tempfile.TemporaryDirectory() as name:
         model = args.model or make_hybrid_gguf(find_model("smollm2"), Path(name) / "hybrid.gguf")
-        lines = measure(args.peer, model, max(1, args.rounds), script, Path(name))
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    if args.save_json:
-        with args.save_json.open("a", encoding="utf-8") as file:
-            file.write(text)
-    else:
-        print(text, end="")
+        for row in measure(args.peer, model, max(1, args.rounds), script, Path(name)):
+            with args.save_json.open("a", encoding="utf-8") if args.save_json else nullcontext(sys.stdout) as out:
+                print(json.dumps(row), file=out, flush=True)
     return 0
 
 
