@@ -45,7 +45,8 @@ class Work(msgspec.Struct, array_like=True):
     samples the next one too. `loads`, (host block, block), are copied back before anything is computed, and so is the
     block `copied`, if it is not -1, into the block in which the work starts. `windows`, where layers with a window
     have blocks of their own: those of the same tokens as `blocks`, -1 = behind the window; `window_loads` and
-    `copied_window` are for them what `loads` and `copied` are for the others.
+    `copied_window` are for them what `loads` and `copied` are for the others. A sequence that comes back from the host
+    has its state in the host blocks `state_loads`.
 
     A batch may be sent while the one before it runs: its work then begins at the token that the rank will choose. If
     none is chosen for the sequence, that work is skipped.
@@ -65,6 +66,7 @@ class Work(msgspec.Struct, array_like=True):
     windows: list[int] = []
     window_loads: list[tuple[int, int]] = []
     copied_window: int = -1
+    state_loads: list[int] = []
 
 
 class Transfer(msgspec.Struct, array_like=True):
@@ -106,6 +108,7 @@ class Batch(msgspec.Struct, array_like=True, tag="batch"):
     again: bool = False
     swap_out_windows: list[tuple[int, int]] = []  # the same of a window's blocks, into the same host blocks
     release_windows: list[int] = []
+    swap_out_states: list[tuple[int, list[int]]] = []  # (place of a state, host blocks for its pieces)
     found: list[FoundState] = []
     draft_room: int = 0
 
@@ -247,6 +250,7 @@ class RankInfo(msgspec.Struct, array_like=True):
     num_states: int = 0  # sequences that may run at once, each with a state, if layers keep one; 0 = they do not
     state_bytes: int = 0  # of one sequence
     num_snapshots: int = 0  # states that may be kept besides, for others to begin with
+    state_host_blocks: int = 0  # host blocks that a state takes when its sequence is swapped out
     num_window_blocks: int = 0  # blocks of layers with a window; 0 = these have all tokens in the blocks of all layers
     window_bytes: int = 0  # of kv_bytes, those of these blocks
     draft_bytes: tuple[int, int] = (0, 0)  # of the draft model: weights; of kv_bytes, those of its keys and values

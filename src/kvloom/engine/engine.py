@@ -198,9 +198,7 @@ class Engine:
 
     def release_free(self) -> None:
         """When idle: give the memory of blocks that no sequence holds back to the system, and forget the prefixes
-        cached there.
-
-        Blocks in the outer tier stay there. Raises RankDied.
+        cached there. Blocks in the outer tier stay there. Raises RankDied.
         """
         self._drafting.forget()
         self._plan, dropped, self._dropped = Plan(), self._dropped, []
@@ -313,10 +311,12 @@ class Engine:
     def _submit(self, plan: Plan) -> None:
         tell_plan(plan, self._seqs, self._pool, self._limits)
         copies, windows = commit.swap_out(plan, self._pool), commit.swap_out_windows(plan)
+        states = commit.swap_out_states(plan, self._pool)
         work = commit.apply_step(plan, self._pool)
         self._transfers.save_missing(plan.steps)
         self._transfers.load(plan.loads, self._clock())
-        batch = Batch(self._introduce(plan), work, self._dropped, copies, swap_out_windows=windows)
+        batch = Batch(self._introduce(plan), work, self._dropped, copies)
+        batch.swap_out_windows, batch.swap_out_states = windows, states
         self._transfers.fill(batch)
         self._again.shorten(batch)
         self._drafting.send(batch, not self._under_way)

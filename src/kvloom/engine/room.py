@@ -21,7 +21,8 @@ def pool_of(config: EngineConfig, info: RankInfo) -> BlockPool:
     the blocks would be kept.
     """
     is_caching = config.enable_prefix_cache and bool(info.num_snapshots or not info.num_states)
-    snapshots = Snapshots(info.num_states, info.num_snapshots if is_caching else 0, info.block_size)
+    most = info.num_snapshots if is_caching else 0
+    snapshots = Snapshots(info.num_states, most, info.block_size, info.state_host_blocks)
     windows = None
     if info.num_window_blocks:
         windows = WindowPool(info.num_window_blocks, info.reach, info.block_size, is_caching)

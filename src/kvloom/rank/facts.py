@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from kvloom.checkpoints.embedding.pooling import Embedding
 from kvloom.contract.messages import RankInfo
 from kvloom.rank.drafter import Drafter
+from kvloom.rank.host_cache import SwapCache
 from kvloom.rank.kernels.backend import Backend
 
 
@@ -23,10 +24,8 @@ class ModelFacts:
     num_snapshots: int = 0  # of the backend's states, those that no running sequence has
 
 
-def info_of(
-    backend: Backend, facts: ModelFacts, num_host_blocks: int, swap_block_s: float, drafter: Drafter | None
-) -> RankInfo:
-    """The RankInfo of a model in `backend`. `swap_block_s`: to copy a block to the host."""
+def info_of(backend: Backend, facts: ModelFacts, swap: SwapCache, drafter: Drafter | None) -> RankInfo:
+    """The RankInfo of a model in `backend`."""
     drafts = (drafter.weight_bytes, drafter.kv_bytes) if drafter is not None else (0, 0)
     return RankInfo(
         num_blocks=backend.num_blocks,
@@ -36,8 +35,8 @@ def info_of(
         backend=backend.name,
         kv_bytes=backend.kv_bytes + drafts[1],
         weight_bytes=backend.weight_bytes,
-        num_host_blocks=num_host_blocks,
-        swap_block_s=swap_block_s,
+        num_host_blocks=swap.num_blocks,
+        swap_block_s=swap.measure(),
         hidden_size=facts.embedding.num_out,
         pooling=facts.embedding.pooling,
         held_as=backend.held_as,
@@ -50,6 +49,7 @@ def info_of(
         num_states=backend.num_states - facts.num_snapshots,
         state_bytes=backend.state_bytes,
         num_snapshots=facts.num_snapshots,
+        state_host_blocks=swap.blocks_per_state,
         num_window_blocks=backend.num_window_blocks,
         window_bytes=sum(int(part.nbytes) for part in backend.window_parts),
         draft_bytes=drafts,

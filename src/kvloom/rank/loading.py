@@ -16,7 +16,7 @@ from kvloom.checkpoints.windows import reach_of
 from kvloom.contract.capacity import CacheShape, CapacityRequest, Machine, Pools, Windows, plan_pools
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError, OutOfMemory
-from kvloom.contract.messages import Progress
+from kvloom.contract.messages import Progress, RankInfo
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.limits import available_bytes
 from kvloom.rank.drafter import Drafter
@@ -52,13 +52,15 @@ def open_runner(
         if opened is None:
             opened = _open_reference(config, checkpoint, max_seq_len, progress, (rank, rendezvous))
         backend, pools = opened
-        _tell_states(config, spec)
         embedding, lacks = checkpoint.embedding, _lacks(checkpoint)
         sees = spec.sees_ahead, reach_of(spec) if pools.num_window_blocks else 0
         facts = ModelFacts(spec.vocab_size, max_seq_len, eos_ids, embedding, lacks, *sees, pools.num_snapshots)
         must_wait = config.world_size > 1 or spec.state_floats > 0  # no token is computed twice
         guides = Guides(functools.partial(_tokenizer, config.model), spec.vocab_size, must_wait)
-        return ModelRunner(backend, facts, pools.num_host_blocks, guides, _open_drafter(config, checkpoint, backend))
+        drafter = _open_drafter(config, checkpoint, backend)
+        runner = ModelRunner(backend, facts, pools.num_host_blocks, guides, drafter)
+        _tell_unswapped(config, runner.info)
+        return runner
 
 
 def open_files(config: EngineConfig) -> tuple[Checkpoint, int]:
@@ -120,14 +122,14 @@ def _lacks(checkpoint: Checkpoint) -> dict[str, str]:
     return {} if spec.has_logits else {"generation": f"its checkpoint has no head for text, it {makes}"}
 
 
-def _tell_states(config: EngineConfig, spec: DecoderSpec) -> None:
-    """What was asked for and is switched off, because layers keep a state that only goes forward."""
-    asked = {
-        "cpuMemSize": config.num_host_blocks or config.host_cache_bytes,
-    }
-    off = [name for name, value in asked.items() if value]
-    if spec.state_floats and off:
-        log.warning("%s: layers of %s keep states: switched off is %s", config.model, spec.family, ", ".join(off))
+def _tell_unswapped(config: EngineConfig, info: RankInfo) -> None:
+    """That nothing will be swapped out, if that was asked for: the host's memory has no room for a state."""
+    asked = config.num_host_blocks or config.host_cache_bytes
+    if asked and info.num_states and info.num_host_blocks <= info.state_host_blocks:
+        log.warning(
+            "%s: cpuMemSize has no room for a sequence with its state of %d bytes: preempted ones are computed again",
+            *(config.model, info.state_bytes),
+        )
 
 
 def _tokenizer(model: str) -> Tokenizer:
@@ -249,12 +251,11 @@ def _kernels_fit(config: EngineConfig) -> bool:
 
 def pools_for(config: EngineConfig, backend: str, checkpoint: Checkpoint, max_seq_len: int, block_size: int) -> Pools:
     """Sizes of both KV pools for the memory that is free now. Raises OutOfMemory."""
-    spec = checkpoint.spec
-    swapped = (0, 0) if spec.state_floats else (config.num_host_blocks, config.host_cache_bytes)
     wanted = CapacityRequest(
         config.num_blocks,
         config.kv_cache_bytes,
-        *swapped,
+        config.num_host_blocks,
+        config.host_cache_bytes,
         max_seq_len,
         config.max_batch,
         config.snapshot_share if config.enable_prefix_cache else 0.0,

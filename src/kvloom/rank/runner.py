@@ -89,10 +89,9 @@ class ModelRunner:
     ) -> None:
         """Raises ModelError when there is no memory for the host's blocks."""
         self._blocks, self._windows = KvBlocks(backend), KvBlocks(backend, of_windows=True)
-        self._swap = SwapCache(self._blocks.parts, num_host_blocks, backend.copy)
-        self._swap_windows = SwapCache(self._windows.parts, num_host_blocks, backend.copy)
-        swap_block_s = self._swap.measure() + self._swap_windows.measure()
-        self.info = info_of(backend, facts, num_host_blocks, swap_block_s, drafter)
+        states = backend.sequence_states if backend.num_states else None
+        self._swap = SwapCache(self._blocks.parts, num_host_blocks, backend.copy, self._windows.parts, states)
+        self.info = info_of(backend, facts, self._swap, drafter)
         self._backend, self._drafter = backend, drafter
         self._eos_ids = [id for id in facts.eos_ids if 0 <= id < facts.vocab_size]  # files write -1 for none
         self._states: dict[int, _State] = {}
@@ -138,12 +137,14 @@ class ModelRunner:
             release_blocks(self.window_layers, batch.release_windows)
             if self.info.num_states and not self._states:
                 release_blocks([[self._backend.sequence_states]], range(self._backend.num_states))
-        self._swap.save(batch.swap_out)
-        self._swap.load([pair for work in batch.work for pair in work.loads])
+        self._swap.save(batch.swap_out, batch.swap_out_windows, batch.swap_out_states)
+        self._swap.load(
+            [pair for work in batch.work for pair in work.loads],
+            [pair for work in batch.work for pair in work.window_loads],
+            [(work.state, work.state_loads) for work in batch.work if work.state_loads],
+        )
         self._blocks.copy_parts((work.copied, work.blocks, work) for work in batch.work)
         if self.info.num_window_blocks:
-            self._swap_windows.save(batch.swap_out_windows)
-            self._swap_windows.load([pair for work in batch.work for pair in work.window_loads])
             self._windows.copy_parts((work.copied_window, work.windows, work) for work in batch.work)
         if self.info.num_snapshots:
             self._copy_states((work.begun, work.state) for work in batch.work if work.begun >= 0)

@@ -146,7 +146,8 @@ def test_preempted(model, num_host_blocks):
     assert answers(engine) == model.want
     stats = engine.stats()
     assert stats.total_preemptions > 0
-    assert (stats.total_swapped > 0) == (num_host_blocks > 0 and model.kind != "states")
+    assert (stats.total_swapped > 0) == (num_host_blocks > 0)
+    assert stats.num_free_host_blocks == num_host_blocks
 
 
 def test_crashed(model):

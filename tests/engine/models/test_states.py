@@ -112,12 +112,16 @@ def test_wrong_guesses_stay_in_no_state(folder, alone, backend, monkeypatch):
 
 
 @EACH_MODEL
-def test_a_sequence_that_was_preempted_is_computed_again(folder, alone, backend):
-    engine = engine_over(opened(folder, backend, num_blocks=11, num_host_blocks=20, max_seq_len=110))
+@pytest.mark.usefixtures("swaps_always")
+@pytest.mark.parametrize("num_host_blocks", [0, 400], ids=["computed again", "swapped"])
+def test_a_sequence_that_was_preempted_goes_on_where_it_was(folder, alone, backend, num_host_blocks):
+    runner = opened(folder, backend, num_blocks=11, num_host_blocks=num_host_blocks, max_seq_len=110)
+    engine = engine_over(runner)
     assert answers(engine) == alone
     stats = engine.stats()
     assert stats.total_preemptions > 0
-    assert (stats.total_swapped, stats.num_host_blocks) == (0, 0)
+    assert (stats.total_swapped > 0) == (0 < runner.info.state_host_blocks < num_host_blocks)
+    assert stats.num_free_host_blocks == stats.num_host_blocks
 
 
 def test_no_more_sequences_run_than_there_are_states(folder, alone, backend):
@@ -189,11 +193,13 @@ def test_what_cannot_work_with_states_is_told(folder, backend, caplog):
         info = opened(folder, backend, num_speculative_tokens=4, host_cache_bytes=None, max_batch=7).info
     assert info.lacks == {}
     assert info.num_states == 7
-    config = config_of(folder, backend, num_speculative_tokens=4, host_cache_bytes=1 << 20)
+    config = config_of(folder, backend, num_host_blocks=1)
+    assert not caplog.text
     with caplog.at_level(logging.WARNING):
         open_runner(config, [], lambda done, total: None)
-    assert "keep states: switched off is cpuMemSize" in caplog.text
+    assert "cpuMemSize has no room for a sequence with its state of" in caplog.text
     told = kv_note("m", info, config)
+    assert "for sequences that are swapped out" in told
     assert "and for 7 sequences at once, whose states of 0 MB each take up to 0 MB, and for 1024 such states of" in told
 
 

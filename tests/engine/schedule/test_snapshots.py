@@ -24,8 +24,8 @@ from kvloom.engine.schedule.snapshots import Snapshot, Snapshots
 from kvloom.rank.byte_tokenizer import EOS_ID
 from tests.engine.schedule.test_scheduler import BLOCK, sampling_ids
 from tests.engine.test_engine import EngineMachine, truth
-from tests.support.engine.engines import drain, run_all, tokens_of
-from tests.support.engine.stateful import stateful_engine
+from tests.support.engine.engines import drain, in_process, run_all, tokens_of
+from tests.support.engine.stateful import stateful_engine, stateful_runner
 
 ANSWER = 100
 
@@ -333,14 +333,46 @@ def test_a_request_that_is_dropped_while_its_state_is_copied_leaves_none():
     assert list(engine._pool.snapshots) == []
 
 
+@pytest.mark.parametrize("num_snapshots", [0, 4])
+def test_a_state_waits_on_the_host_with_its_blocks(num_snapshots):
+    """Until it comes back, its request is dropped, or the rank dies."""
+    sizes = {"num_blocks": 12, "num_snapshots": num_snapshots, "num_host_blocks": 40}
+    asked = [Request(f"{i}", tuple(words(10, i)), SamplingParams(seed=i, max_tokens=30)) for i in range(4)]
+    engine, told = stateful_engine(**sizes), []
+    for request in asked:
+        engine.add(request)
+    for dropped in ("3", ""):
+        while engine.has_work and not engine.stats().num_swapped:
+            told += engine.step()
+            engine.check()
+        waiting = {live.request.id: live.seq for live in engine._seqs.values() if live.seq.host_blocks}
+        assert dropped in (*waiting, "")
+        assert [len(seq.host_state) for seq in waiting.values()] == [2]
+        for seq in waiting.values():
+            assert find_prefix(seq, engine._pool, 4).start == seq.num_swapped
+        engine.abort(dropped)
+        engine.check()
+    told += engine.suspend()
+    engine._executor = in_process(stateful_runner(4, num_snapshots, num_blocks=12, block_size=4), engine.config)
+    told += engine.resume({}) + [delta for deltas in drain(engine).values() for delta in deltas]
+    for request in asked[:3]:
+        tokens = tokens_of([delta for delta in told if delta.request_id == request.id])
+        assert tokens == truth(request, len(tokens))
+    assert engine.stats().num_free_host_blocks == engine.stats().num_host_blocks
+
+
 class StatefulEngineMachine(EngineMachine):
     """The same for a model whose layers keep states; the fake model knows nothing but to compute everything."""
 
-    @initialize(run_ahead=st.booleans(), num_snapshots=st.integers(0, 5), least=st.sampled_from([1, 3, 16]))
-    def make(self, run_ahead: bool, num_snapshots: int, least: int) -> None:
+    @initialize(
+        run_ahead=st.booleans(), num_snapshots=st.integers(0, 5), least=st.sampled_from([1, 3, 16]),
+        num_host_blocks=st.sampled_from([0, 6, 30]),
+    )  # fmt: skip
+    def make(self, run_ahead: bool, num_snapshots: int, least: int, num_host_blocks: int) -> None:
         self.least, prefix.LEAST_APART = prefix.LEAST_APART, least
         sizes = {"num_blocks": 9, "max_seq_len": 36, "max_batch": 3, "max_tokens_per_step": 9}
-        self.engine = stateful_engine(**sizes, num_states=3, num_snapshots=num_snapshots, run_ahead=run_ahead)
+        sizes |= {"num_states": 3, "num_snapshots": num_snapshots, "num_host_blocks": num_host_blocks}
+        self.engine = stateful_engine(**sizes, run_ahead=run_ahead)
 
     @precondition(lambda self: self.deltas)
     @rule(data=st.data(), num_answer=st.integers(0, 20), more=st.lists(st.integers(1, 3), max_size=3))

@@ -15,6 +15,7 @@ from kvloom.rank.tier.statememory import Bytes, StateMemory
 from tests.support.engine.engines import engine_over
 
 _STATE_BYTES = 16
+_STATE_HOST_BLOCKS = 2  # one has the number of tokens, the other their checksum
 State = tuple[int, int]  # number of tokens, their checksum
 
 
@@ -24,6 +25,7 @@ class StatefulRunner(FakeRunner):
     def __init__(self, config: EngineConfig, num_states: int, num_snapshots: int) -> None:
         super().__init__(config)
         self.info.num_states, self.info.num_snapshots = num_states, num_snapshots
+        self.info.state_host_blocks = _STATE_HOST_BLOCKS
         self._memory: list[State | None] = [None] * (num_states + num_snapshots)
         self._place: dict[int, int] = {}
 
@@ -44,7 +46,13 @@ class StatefulRunner(FakeRunner):
             self._slots[self._span(block)] = array("q", slots)
 
     def run(self, batch: Batch) -> StepOutput:
+        for place, host_blocks in batch.swap_out_states:
+            for host_block, number in zip(host_blocks, self._memory[place] or (), strict=True):
+                self._host[host_block * self.info.block_size] = number
         for work in batch.work:
+            if work.state_loads:
+                count, checksum = (self._host[host_block * self.info.block_size] for host_block in work.state_loads)
+                self._memory[work.state] = count, checksum
             if work.begun >= 0:
                 self._memory[work.state] = self._memory[work.begun]
             if work.state >= 0:
@@ -76,10 +84,12 @@ def stateful_engine(
     max_seq_len: int = 64,
     num_states: int = 4,
     num_snapshots: int = 8,
+    num_host_blocks: int = 0,
     **config: object,
 ) -> Engine:
     """An engine whose answers `fake_answer` computes, over a model with states."""
     sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_seq_len": max_seq_len}
+    sizes["num_host_blocks"] = num_host_blocks
     return engine_over(stateful_runner(num_states, num_snapshots, **sizes), **config)
 
 

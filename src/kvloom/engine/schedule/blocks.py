@@ -7,8 +7,8 @@ Pure bookkeeping; the bytes live in a backend. A block is in one of three states
   empty     refs == 0, no hash
 
 Cached and empty blocks together are the free ones, handed out least recently released first. `host` has the blocks
-of the second pool, where preempted sequences' blocks may wait; `states` the states of running sequences and of
-`snapshots`, if the model's layers keep some; `windows` the blocks of layers that see a window only, if these have a
+of the second pool, where preempted sequences' blocks and states may wait; `states` the states of running sequences and
+of `snapshots`, if the model's layers keep some; `windows` the blocks of layers that see a window only, if these have a
 memory of their own.
 """
 

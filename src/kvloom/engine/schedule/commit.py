@@ -24,6 +24,15 @@ def swap_out(plan: Plan, pool: BlockPool) -> list[tuple[int, int]]:
     return copies
 
 
+def swap_out_states(plan: Plan, pool: BlockPool) -> list[tuple[int, list[int]]]:
+    """The same of states: (place, the host blocks that it gets). Call it between swap_out and apply_step."""
+    for seq in plan.swapped:
+        found = pool.host.allocate(pool.snapshots.state_host_blocks)
+        assert found is not None, "the plan promised host blocks that are not free"
+        seq.host_state = found
+    return [(seq.states[0], seq.host_state) for seq in plan.swapped if seq.host_state]
+
+
 def swap_out_windows(plan: Plan) -> list[tuple[int, int]]:
     """The same of a window's blocks, which go to the same host blocks. Call it between swap_out and apply_step."""
     return [
@@ -69,6 +78,7 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
     assert new is not None, "the plan promised blocks that are not free"
     first, loads, state, begun = 0, [], -1, -1
     host_blocks: list[int] = []
+    state_loads: list[int] = []
     if seq.status is Status.WAITING:
         seq.status = Status.RUNNING
         seq.num_computed, seq.block_table = step.start, list(step.hits)
@@ -76,11 +86,12 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
         seq.num_published = len(step.hits)
         if seq.num_preemptions == 0:
             seq.num_cached = min(step.start, seq.num_prompt)
-        loads = list(zip(seq.host_blocks[len(step.hits) :], new, strict=False))  # the cached blocks are not copied back
+        if step.snapshot is None:  # the cached blocks are not copied back
+            loads, state_loads = list(zip(seq.host_blocks[len(step.hits) :], new, strict=False)), seq.host_state
         host_blocks = seq.host_blocks
         forget_swapped(seq, pool)
         state = _take_state(seq, pool)
-        seq.base, seq.marks = step.snapshot, list(step.marks)
+        seq.base, seq.marks = seq.base if state_loads else step.snapshot, list(step.marks)
         pool.snapshots.back = max(pool.snapshots.back, step.num_passed)
         if step.snapshot is not None:
             pool.snapshots.touch(step.snapshot)
@@ -96,6 +107,7 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
     seq.num_computing += step.num_tokens
     blocks, draft = seq.block_table[first:], list(step.draft)
     work = Work(seq.id, step.start, step.num_tokens, first, blocks, draft, loads, state, step.part, begun)
+    work.state_loads = state_loads
     if pool.windows is not None and len(seq.window_table) < len(seq.block_table):
         _add_windows(work, step, host_blocks, pool.windows)
     return work
@@ -129,8 +141,8 @@ def _take_place(pool: BlockPool) -> int:
 
 def forget_swapped(seq: Seq, pool: BlockPool) -> None:
     """Release the host copies of `seq`, because it has its blocks back or has ended."""
-    pool.host.release(seq.host_blocks)
-    seq.host_blocks, seq.num_swapped = [], 0
+    pool.host.release([*seq.host_blocks, *seq.host_state])
+    seq.host_blocks, seq.host_state, seq.num_swapped = [], [], 0
 
 
 def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPool, block_size: int) -> list[list[int]]:
@@ -255,7 +267,8 @@ def forget_rank(seq: Seq) -> None:
         seq.giving.lose(is_computed=False)
     seq.num_preemptions += seq.status is Status.RUNNING
     seq.status, seq.loading, seq.is_asked = Status.WAITING, (), False
-    seq.block_table, seq.window_table, seq.host_blocks, seq.states = [], [], [], []
+    seq.block_table, seq.window_table, seq.states = [], [], []
+    seq.host_blocks, seq.host_state = [], []
     seq.has_gone_back = False
     seq.marks, seq.keeping, seq.base = [], [], None
     seq.num_computed = seq.num_computing = seq.num_published = seq.num_dropped = seq.num_swapped = 0
@@ -280,13 +293,14 @@ def check(
         assert 0 <= seq.num_computed <= len(seq.token_ids)
         assert len(seq.host_blocks) == num_blocks_of(seq.num_swapped, block_size)
         assert not (seq.host_blocks and seq.block_table), "swapped out and running"
+        assert len(seq.host_state) == (pool.snapshots.state_host_blocks if seq.host_blocks else 0)
         assert 0 <= seq.num_dropped <= len(seq.window_table)
         assert len(seq.window_table) == (len(seq.block_table) if pool.windows is not None else 0)
         assert bool(seq.states) == (seq.status is Status.RUNNING and pool.states.count > 0)
         assert seq.status is Status.RUNNING or not (seq.marks or seq.keeping)
         for block in seq.block_table:
             held[block] = held.get(block, 0) + 1
-    pool.host.check([block for seq in seqs for block in seq.host_blocks])
+    pool.host.check([block for seq in seqs for block in (*seq.host_blocks, *seq.host_state)])
     coming = [keep.place for seq in seqs for keep in seq.keeping]
     pool.snapshots.check(coming)
     kept = [snapshot.place for snapshot in pool.snapshots]

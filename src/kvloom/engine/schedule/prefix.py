@@ -100,13 +100,15 @@ def _find_state(seq: Seq, pool: BlockPool, block_size: int, may_copy: bool) -> P
         num_known = first + block_size
         hits.append(block)
     start = best.position if best is not None else 0
+    if seq.num_swapped > start:  # its own state waits on the host
+        best, start = None, seq.num_swapped
     marks = mark_positions(start, num_known, most, max(num_passed, pool.snapshots.back))
-    counts = num_known - start, num_passed
+    counts = max(0, num_known - start), num_passed
     part = best.block if best is not None and start % block_size else -1
     awaited = mark_of(seq, *marks[0], block_size).key if marks else b""
     lacked = tuple(seq.reusable(block_size)[len(hits) :])
     least = start + LEAST_APART
-    asked = (lacked or (seq.parent_hash(len(hits), block_size),)) if least <= most else ()
+    asked = (lacked or (seq.parent_hash(len(hits), block_size),)) if least <= most and not seq.host_blocks else ()
     return Prefix(hits[: start // block_size], start, part, best, hits, lacked, asked, least, awaited, marks, *counts)
 
 

@@ -146,7 +146,7 @@ def _preempting(steps: Sequence[SeqStep], preempted: Sequence[Seq], pool: BlockP
 def _choose_swapped(preempted: Iterable[Seq], pool: BlockPool, costs: SwapCosts) -> list[Seq]:
     chosen, free = [], pool.host.num_free
     for seq in preempted:
-        count = len(seq.block_table)
+        count = len(seq.block_table) + pool.snapshots.state_host_blocks
         if count <= free and is_swap_cheaper(count, seq.num_computed, costs):
             chosen.append(seq)
             free -= count

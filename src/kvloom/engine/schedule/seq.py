@@ -46,6 +46,7 @@ class Seq:
     num_cached: int = 0  # prompt tokens found in the cache at first admission
     num_preemptions: int = 0
     host_blocks: list[int] = field(default_factory=list)  # copies of its blocks while it is swapped out
+    host_state: list[int] = field(default_factory=list)  # the host blocks with its state meanwhile
     states: list[int] = field(default_factory=list)  # its place among the states, while it runs a model with such;
     # behind it, while drafts are computed, the place with the state before them
     has_gone_back: bool = False  # to that place; its next work says so

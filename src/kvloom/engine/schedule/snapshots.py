@@ -54,9 +54,12 @@ class Snapshots:
     Also knows the tokens of cached blocks, to find where a prompt leaves a known prefix within a block.
     """
 
-    def __init__(self, num_states: int = 0, most: int = 0, block_size: int = 0) -> None:
-        """`num_states`: sequences that may run at once, each with a state; block_size in tokens."""
+    def __init__(self, num_states: int = 0, most: int = 0, block_size: int = 0, state_host_blocks: int = 0) -> None:
+        """`num_states`: sequences that may run at once, each with a state; block_size in tokens; state_host_blocks: of
+        RankInfo.
+        """
         self.num_states, self.most, self.block_size = num_states, most, block_size
+        self.state_host_blocks = state_host_blocks
         self.places = Places(num_states + most)
         self._behind: dict[bytes, list[Snapshot]] = {}  # by parent
         self._on: dict[int, list[Snapshot]] = {}  # by block

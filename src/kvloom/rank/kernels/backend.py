@@ -127,7 +127,7 @@ class Backend(Protocol):
 
     @property
     def sequence_states(self) -> Any:
-        """What the states of sequences lie in, [num_states, ...]: an array if in host memory, else a tensor."""
+        """The bytes of states, uint8 [num_states, state_bytes]: an array if in host memory, else a tensor."""
         ...
 
     def copy(self, target: Any, source: Any) -> None:

@@ -134,7 +134,7 @@ class CpuBackend:
         self.kv_bytes = self.kv.nbytes + self.window_kv.nbytes
         self.num_states = options.num_states if spec.state_floats else 0
         self.state_bytes = spec.state_floats * np.float32().nbytes
-        self.sequence_states = lazy_zeros((self.num_states, self.state_bytes)).view(np.float32)
+        self.sequence_states = lazy_zeros((self.num_states, self.state_bytes))
         self._logits = np.empty((0, spec.vocab_size), np.float32)
         self._top_values, self._top_ids = np.empty((0, 0), np.float32), np.empty((0, 0), np.int32)
         self._call: _Call | None = None  # the last one

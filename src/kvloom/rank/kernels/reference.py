@@ -104,7 +104,8 @@ class ReferenceBackend:
         self.kv_bytes = sum(part.nbytes for part in (*self.kv_parts, *self.window_parts))
         self.num_states = options.num_states if spec.state_floats else 0
         self.state_bytes = spec.state_floats * torch.float32.itemsize
-        self.sequence_states = torch.zeros((self.num_states, spec.state_floats), dtype=torch.float32, device=device)
+        self._memory = torch.zeros((self.num_states, spec.state_floats), dtype=torch.float32, device=device)
+        self.sequence_states = self._memory.view(torch.uint8)
         sizes = [mixer.state_floats for _, mixer in spec.recurrent]
         self._state_at = {layer: sum(sizes[:index]) for index, (layer, _) in enumerate(spec.recurrent)}
         self._dtype = dtype
@@ -145,7 +146,7 @@ class ReferenceBackend:
         if not self.num_states:
             return torch.empty(0)
         assert batch.places is not None, "sequences have states"
-        return self.sequence_states[int(batch.places[seq])]
+        return self._memory[int(batch.places[seq])]
 
     @property
     def kv_parts(self) -> tuple[Any, ...]:

@@ -32,8 +32,7 @@ def state_memory(backend: Backend, block_parts: Sequence[Any], block_bytes: int)
 
     def pieces(place: int, block: int, data: Bytes) -> Iterator[tuple[Any, Any]]:
         """Each part of a state or block, and the memory of the same shape in `data`."""
-        state = backend.sequence_states[place]
-        yield state, data[:size].view(np.float32).reshape(tuple(state.shape))
+        yield backend.sequence_states[place], data[:size]
         first = size
         for part in block_parts if block >= 0 else ():
             row = part[block]

@@ -48,6 +48,8 @@ def kv_note(name: str, info: RankInfo, config: EngineConfig) -> str:
     if info.num_snapshots:
         most = _size(info.num_snapshots * info.state_bytes)
         may += f", and for {info.num_snapshots} such states of prefixes that were computed before, up to {most}"
+    if info.num_host_blocks:
+        may += f", and {_size(info.num_host_blocks * sum(info.block_bytes))} for sequences that are swapped out"
     if config.device != "cpu" or config.backend not in BACKENDS:
         return f"{may}.\n"
     now = f"{_size(min(AHEAD.least, info.kv_bytes))} of it are taken now, more when sequences need it"
