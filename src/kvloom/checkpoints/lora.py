@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,49 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 FIELD = "lora_path"  # the caller's field, which errors name
 MAX_RANK = 512
 _MAX_CONFIG_BYTES, _MAX_HEADER_BYTES = 1 << 20, 16 << 20
-PARTS = {  # the linears of a layer, by the names of checkpoints and of models/spec.py
-    "self_attn.q_proj": "q",
-    "self_attn.k_proj": "k",
-    "self_attn.v_proj": "v",
-    "self_attn.o_proj": "o",
-    "self_attn.q_a_proj": "q_down",
-    "self_attn.q_b_proj": "q_up",
-    "self_attn.kv_a_proj_with_mqa": "kv_down",
-    "mlp.gate_proj": "gate",
-    "mlp.up_proj": "up",
-    "mlp.down_proj": "down",
+_GATED_Q = ("q_gated", "q")
+PARTS: Mapping[str, tuple[str, ...]] = {  # the linears of a layer, by the names of checkpoints; the first that it has
+    "self_attn.q_proj": _GATED_Q,
+    "self_attn.k_proj": ("k",),
+    "self_attn.v_proj": ("v",),
+    "self_attn.o_proj": ("o",),
+    "self_attn.q_a_proj": ("q_down",),
+    "self_attn.q_b_proj": ("q_up",),
+    "self_attn.kv_a_proj_with_mqa": ("kv_down",),
+    "mlp.gate_proj": ("gate",),
+    "mlp.up_proj": ("up",),
+    "mlp.down_proj": ("down",),
+    # Qwen3.5 and Qwen3-Next
+    "linear_attn.in_proj_qkv": ("conv_in",),
+    "linear_attn.in_proj_z": ("gate_in",),
+    "linear_attn.in_proj_b": ("beta_in",),
+    "linear_attn.in_proj_a": ("decay_in",),
+    "linear_attn.in_proj_qkvz": ("qkvz",),
+    "linear_attn.in_proj_ba": ("ba",),
+    "linear_attn.out_proj": ("out",),
+    # LFM2
+    "conv.in_proj": ("short_in",),
+    "conv.out_proj": ("out",),
+    "self_attn.out_proj": ("o",),
+    "feed_forward.w1": ("gate",),
+    "feed_forward.w3": ("up",),
+    "feed_forward.w2": ("down",),
+    # Granite 4
+    "mamba.in_proj": ("mamba_in",),
+    "mamba.out_proj": ("out",),
+    "shared_mlp.input_linear": ("gate_up",),
+    "shared_mlp.output_linear": ("down",),
+    # Nemotron-H and Mamba-2
+    "mixer.in_proj": ("mamba_in",),
+    "mixer.out_proj": ("out",),
+    **{f"mixer.{part}_proj": (part,) for part in "qkvo"},
+    "mixer.up_proj": ("up",),
+    "mixer.down_proj": ("down",),
 }
-_TARGETS = tuple(name.split(".")[1] for name in PARTS)
+_TARGETS = tuple(dict.fromkeys(name.split(".")[1] for name in PARTS))
 _TEXT_PARTS = ("model.language_model.", "language_model.model.")  # of models that see, as of their old releases
 _TENSOR = re.compile(
-    rf"base_model\.model\.((model\.|{'|'.join(map(re.escape, _TEXT_PARTS))})layers\.([0-9]+)\.(\w+\.\w+))"
+    rf"base_model\.model\.((model\.|backbone\.|{'|'.join(map(re.escape, _TEXT_PARTS))})layers\.([0-9]+)\.(\w+\.\w+))"
     r"\.lora_([AB])\.weight"
 )
 _OF_PICTURES = re.compile(r"base_model\.model\.(model\.)?(vision_tower|multi_modal_projector)\..*")
@@ -87,6 +114,7 @@ class AdapterFile:
     data: bytes = field(repr=False)  # of the file of tensors
     invocation: tuple[int, ...] = ()  # acts from the last such tokens of a prompt on (Activated LoRA); () = on all
     is_interleaved: bool | None = None  # rotary partners of q and k are side by side; None = as in the family's folders
+    is_tiled: bool = False  # order of value heads, see DeltaRule
 
     @property
     def rank(self) -> int:
@@ -94,7 +122,7 @@ class AdapterFile:
 
 
 def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None) -> AdapterFile:
-    """The adapter in `folder`, for a model whose tensors have `shapes` by canonical name (None = any).
+    """The adapter in `folder`, for a model whose linears have `shapes` by name, see lora_shapes (None = any).
 
     Raises BadRequest naming FIELD: what is missing, misshapen or of a kind that is not supported.
     """
@@ -177,7 +205,7 @@ def _modules(
             continue  # the text part of such models is served
         if found is None or found[4] not in PARTS:
             raise _bad_tensor(key, "is none of lora_A, lora_B of " + ", ".join(_TARGETS))
-        pairs.setdefault((f"layers.{int(found[3])}.{PARTS[found[4]]}", found[1]), {})[found[5]] = key
+        pairs.setdefault((linear_of(int(found[3]), PARTS[found[4]], shapes), found[1]), {})[found[5]] = key
     if not pairs:
         raise BadRequest(FIELD, f"{WEIGHTS_FILE} holds no tensor")
     modules = {}
@@ -199,6 +227,12 @@ def _modules(
                 raise _bad_tensor(key, f"has shape {list(got)}; rank and base model ask for {list(want)}")
         modules[name] = LoraModule(sides["A"], sides["B"], rank, config.scale(module), in_size, out_size)
     return modules
+
+
+def linear_of(layer: int, parts: Sequence[str], shapes: Mapping[str, tuple[int, ...]] | None) -> str:
+    """The first of a layer's `parts` that are among `shapes`, by its whole name; else the last."""
+    names = [f"layers.{layer}.{part}" for part in parts]
+    return next((name for name in names if shapes is not None and name in shapes), names[-1])
 
 
 def _shape(key: str, tensors: Mapping[str, Entry]) -> tuple[int, int]:

@@ -11,18 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from kvloom.checkpoints.families import family_of
+from kvloom.checkpoints.families.known.qwen_hybrid import tiled
 from kvloom.checkpoints.files import open_file
 from kvloom.checkpoints.gguf import KINDS, LAYER_NAMES
 from kvloom.checkpoints.gguf_parts import tensor_bytes
 from kvloom.checkpoints.gguf_types import GGUF_TYPES
-from kvloom.checkpoints.lora import FIELD, MAX_RANK, PARTS, AdapterFile, LoraModule, read_adapter
+from kvloom.checkpoints.lora import FIELD, MAX_RANK, PARTS, AdapterFile, LoraModule, linear_of, read_adapter
 from kvloom.checkpoints.metadata import Header, TensorInfo, read_header
 from kvloom.checkpoints.tensorfile import Entry
 from kvloom.contract.errors import BadRequest, ModelError
 
 SUFFIX = ".gguf"
-_PARTS = {LAYER_NAMES[part].removesuffix(".weight"): part for part in PARTS.values()}
-_TENSOR = re.compile(r"blk\.([0-9]{1,5})\.(\w+)\.weight\.lora_([ab])")
+_KNOWN = [parts for parts in PARTS.values() if parts[-1] in LAYER_NAMES]
+_PARTS = {LAYER_NAMES[parts[-1]].removesuffix(".weight"): parts for parts in reversed(_KNOWN)}  # the first counts
+_PARTS |= {"shortconv.out_proj": ("out",), "ffn_up": ("up",)}
+_TENSOR = re.compile(r"blk\.([0-9]{1,5})\.([\w.]+)\.weight\.lora_([ab])")
 _MAX_BYTES = 16 << 30
 
 
@@ -60,7 +63,7 @@ def read_gguf_adapter(path: Path, shapes: Mapping[str, tuple[int, ...]] | None) 
     data = _whole(path, max(tensor.end for tensor in tensors.values()))
     digest = hashlib.sha256(data).hexdigest()
     is_interleaved = family.interleaved or family.permuted_gguf
-    return AdapterFile(digest, modules, tensors, data, tuple(invocation), is_interleaved)
+    return AdapterFile(digest, modules, tensors, data, tuple(invocation), is_interleaved, family.recurrent is tiled)
 
 
 def _text(metadata: Mapping[str, Any], key: str, wanted: str) -> str:
@@ -86,7 +89,7 @@ def _modules(header: Header, shapes: Mapping[str, tuple[int, ...]] | None, alpha
         found = _TENSOR.fullmatch(key)
         if found is None or found[2] not in _PARTS:
             raise BadRequest(FIELD, f"{key[:200]} is none of lora_a, lora_b of {', '.join(_PARTS)}")
-        pairs.setdefault(f"layers.{int(found[1])}.{_PARTS[found[2]]}", {})[found[3]] = info
+        pairs.setdefault(linear_of(int(found[1]), _PARTS[found[2]], shapes), {})[found[3]] = info
     if not pairs:
         raise BadRequest(FIELD, "the file holds no tensor")
     modules = {}

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvloom.checkpoints.fingerprint import fingerprint
 from kvloom.checkpoints.lora_gguf import open_adapter
+from kvloom.checkpoints.lora_tensors import lora_shapes
 from kvloom.contract.errors import ModelError
 from kvloom.contract.messages import (
     AdapterInfo,
@@ -179,7 +180,7 @@ class ModelRunner:
 
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
         """Raises BadRequest."""
-        adapter = open_adapter(Path(path), self._backend.whole_spec.tensor_shapes())
+        adapter = open_adapter(Path(path), lora_shapes(self._backend.whole_spec))
         num_bytes = self._backend.add_adapter(id, adapter)
         return AdapterInfo(adapter.digest, adapter.rank, num_bytes, list(adapter.invocation))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvloom.contract.config import EngineConfig, TierConfig
-from kvloom.contract.errors import ModelError
+from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.messages import Batch
 from kvloom.contract.request import Request
 from kvloom.contract.sampling import SamplingParams
@@ -26,6 +26,7 @@ from kvloom.rank.tier.tier import TieredRunner
 from kvloom.server.run.kvnote import kv_note
 from tests.support.engine.engines import drain, engine_over, run_all, tokens_of
 from tests.support.engine.greedy import LENGTH, LENGTHS, answers, prompt, requests
+from tests.support.models.adapters import adapted
 from tests.support.models.checkpoints import save, tiny_model
 from tests.support.pool.agents import running_agent
 from tests.support.waiting import until
@@ -122,6 +123,41 @@ def test_a_sequence_that_was_preempted_goes_on_where_it_was(folder, alone, backe
     assert stats.total_preemptions > 0
     assert (stats.total_swapped > 0) == (0 < runner.info.state_host_blocks < num_host_blocks)
     assert stats.num_free_host_blocks == stats.num_host_blocks
+
+
+@EACH_MODEL
+def test_an_adapter_of_all_linears_answers_as_their_merged_weights_and_has_states_of_its_own(model, folder, tmp_path):
+    merged = adapted(model, tmp_path / "adapter")
+    merged.generation_config.eos_token_id = None
+    engine, lengths = engine_over(opened(folder, "reference")), LENGTHS[-1:]
+    if model.config.model_type == "falcon_h1":
+        with pytest.raises(BadRequest, match=r"feed_forward\.\w+\.lora_A\.weight is none of"):
+            engine.adapters.load(str(tmp_path / "adapter"))
+        return
+    adapter = engine.adapters.load(str(tmp_path / "adapter"))
+    base = answers(engine, lengths)
+    ids = torch.tensor([prompt(*lengths)])
+    seen = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    wanted = merged.generate(ids, max_new_tokens=LENGTH - ids.shape[1], do_sample=False, **seen)[0, ids.shape[1] :]
+    assert wanted.tolist() != base[0]
+    for _ in range(2):
+        (request,) = (replace(request, adapter=adapter.id) for request in requests(lengths))
+        assert tokens_of(run_all(engine, request)[request.id]) == wanted.tolist()
+        assert answers(engine, lengths) == base
+
+
+@EACH_MODEL
+def test_an_adapter_acts_alike_alone_and_in_company(model, folder, backend, tmp_path):
+    adapted(model, tmp_path / "adapter")
+    if model.config.model_type == "falcon_h1":
+        return
+    engines = [engine_over(opened(folder, backend, snapshot_share=share)) for share in (0.0, 0.25)]
+    ids = [engine.adapters.load(str(tmp_path / "adapter")).id for engine in engines]
+    asked = [replace(request, adapter=ids[0]) for request in requests()]
+    alone = [tokens_of(run_all(engines[0], request)[request.id]) for request in asked]
+    for _ in range(2):
+        found = run_all(engines[1], *asked, *(replace(request, id=f"base {request.id}") for request in requests()))
+        assert [tokens_of(found[request.id]) for request in asked] == alone
 
 
 def test_no_more_sequences_run_than_there_are_states(folder, alone, backend):

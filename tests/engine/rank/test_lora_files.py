@@ -4,13 +4,17 @@ import json
 import os
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.lora import read_adapter
+from kvloom.checkpoints.lora_tensors import lora_shapes, pairs_of
 from kvloom.contract.errors import BadRequest
-from tests.support.models.adapters import TINY_SHAPES, make_adapter
+from tests.support.models.adapters import TINY_SHAPES, adapted, make_adapter
+from tests.support.models.checkpoints import save, tiny_model
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
@@ -176,3 +180,22 @@ def test_the_digest_is_of_the_contents_and_not_of_the_path(tmp_path):
     assert read_adapter(shutil.copytree(one, tmp_path / "copy"), None).digest == digest
     assert read_adapter(make_adapter(tmp_path / "two", TINY_SHAPES, 2), None).digest != digest
     assert read_adapter(make_adapter(tmp_path / "three", TINY_SHAPES, 1, lora_alpha=3), None).digest != digest
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3.5", "qwen3 next, a dense layer", "lfm2", "granite 4, dense, rotated", "nemotron h", "mamba2"],
+)
+def test_all_linears_of_layers_with_states_are_found_by_the_names_of_peft(tmp_path, name):
+    """Each tensor of the merged model is the one of the model and the pair's product."""
+    model = tiny_model(name)
+    merged = adapted(model, tmp_path / "adapter")
+    sources = [open_checkpoint(save(each, tmp_path / str(i))) for i, each in enumerate((model, merged))]
+    spec = sources[0].spec
+    pairs = dict(pairs_of(read_adapter(tmp_path / "adapter", lora_shapes(spec)), spec))
+    for tensor, shape in spec.tensor_shapes().items():
+        before, after = (source.weights.tensor(tensor).float32() for source in sources)
+        pair = pairs.pop(tensor, None)
+        added = pair.scale * pair.b @ pair.a if pair else np.zeros(shape, np.float32)
+        assert np.allclose(after, before + added, atol=1e-5), tensor
+    assert not pairs

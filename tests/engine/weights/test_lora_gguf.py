@@ -1,5 +1,6 @@
 """GGUF files beside a model's: LoRA adapters, which are loaded, projectors and others, which are told apart."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.checkpoints.families.mixers import DeltaRule
 from kvloom.checkpoints.finding import find_weights
 from kvloom.checkpoints.lora import read_adapter
 from kvloom.checkpoints.lora_gguf import open_adapter
-from kvloom.checkpoints.lora_tensors import pairs_of
+from kvloom.checkpoints.lora_tensors import lora_shapes, pairs_of
 from kvloom.contract.errors import BadRequest, ModelError
-from tests.support.models.adapters import make_adapter
+from tests.support.models import delta_gguf
+from tests.support.models.adapters import adapted, make_adapter
 from tests.support.models.checkpoints import save, tiny_model
 
 from .test_gguf import NAMES, interleave, write
@@ -74,6 +77,33 @@ def test_an_adapter_in_a_gguf_file_is_that_of_the_folder(name, heads, tmp_path):
     path.rename(tmp_path / "alone" / "a.gguf")
     assert open_adapter(tmp_path / "alone", shapes).digest == adapter.digest
     assert 7 * spec.num_layers == len(found)
+
+
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_value_heads_of_an_adapter_come_in_the_order_of_the_model(tmp_path, is_tiled):
+    """Folders have those of a key head together, GGUF files of Qwen3.5 and adapters for them do not."""
+    model = tiny_model("qwen3.5")
+    adapted(model, tmp_path / "peft")
+    spec = open_checkpoint(save(model, tmp_path / "model")).spec
+    mixers = [
+        replace(own, is_tiled=is_tiled) if isinstance(own, DeltaRule) else own for own in (e.mixer for e in spec.layers)
+    ]
+    spec = spec.with_mixers(mixers)
+    found = {}
+    for key, value in load_file(tmp_path / "peft" / "adapter_model.safetensors").items():
+        _, _, _, _, layer, block, part, side, _ = key.split(".")
+        name = NAMES.get(f"{block}.{part}") or delta_gguf.NAMES[f"{part}.weight"].removesuffix(".weight")
+        if block == "linear_attn" and side == ("lora_A" if part == "out_proj" else "lora_B"):
+            value = delta_gguf.tiled(model.config, f"{part}.weight", value)
+        found[f"blk.{layer}.{name}.weight.{side.lower()}"] = value
+    path = write_adapter(tmp_path / "a.gguf", found, "qwen35", adapter__lora__alpha=6.0)
+    shapes = lora_shapes(spec)
+    wanted = dict(pairs_of(open_adapter(tmp_path / "peft", shapes), spec))
+    for name, pair in pairs_of(open_adapter(path, shapes), spec):
+        other = wanted.pop(name)
+        assert np.array_equal(pair.a, other.a), name
+        assert np.array_equal(pair.b, other.b), name
+    assert not wanted
 
 
 def test_blocks_an_alpha_of_zero_and_invocations_are_read(tmp_path):

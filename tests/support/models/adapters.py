@@ -1,5 +1,6 @@
 """LoRA adapters as peft saves them, and the merged weights for comparison."""
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -77,3 +78,31 @@ def merged(values: Mapping[str, torch.Tensor], folder: Path, scales: Mapping[str
                 a, b = tensors[f"{at}.lora_A.weight"].double(), tensors[f"{at}.lora_B.weight"].double()
                 result[name] = (value.double() + scales.get(part, scales[""]) * b @ a).float()
     return result
+
+
+MODULES = ("linear_attn", "self_attn", "mlp", "conv", "feed_forward", "shared_mlp", "mamba", "mixer")  # of layers
+
+
+def adapted(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
+    """Write a random adapter of all linears that MODULES have themselves, as peft names them. Returns the model with it
+    merged in.
+    """
+    merged, tensors, dice = copy.deepcopy(model), {}, torch.Generator().manual_seed(1)
+    has_experts = bool(getattr(model.config, "num_local_experts", 0))
+    for name, linear in merged.named_modules():
+        owner = name.split(".")[-2] if "." in name else ""
+        if not isinstance(linear, torch.nn.Linear) or owner not in MODULES or name.endswith("gate"):
+            continue
+        if owner == "shared_mlp" and has_experts:
+            continue
+        rows, columns = linear.weight.shape
+        a = torch.randn(3, columns, generator=dice) * columns**-0.5
+        b = torch.randn(rows, 3, generator=dice) * 0.3
+        linear.weight.data += 2 * b @ a
+        tensors |= {f"base_model.model.{name}.lora_{side}.weight": value for side, value in (("A", a), ("B", b))}
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({name.split(".")[-3] for name in tensors})
+    document = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "bias": "none", "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(document))
+    return merged

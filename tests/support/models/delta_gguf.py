@@ -7,7 +7,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 ARCHITECTURES = ("qwen35", "qwen35moe", "qwen3next")
-_NAMES = {
+NAMES = {
     "in_proj_qkv.weight": "attn_qkv.weight",
     "in_proj_z.weight": "attn_gate.weight",
     "in_proj_b.weight": "ssm_beta.weight",
@@ -54,11 +54,11 @@ def converted(config: Any, arch: str, layer: str, part: str, data: Array) -> Ite
     if part == "A_log":
         data = -np.exp(data)
     if arch != "qwen3next":
-        data = _tiled(config, part, data)
-    yield f"blk.{layer}.{_NAMES[part]}", data
+        data = tiled(config, part, data)
+    yield f"blk.{layer}.{NAMES[part]}", data
 
 
-def _tiled(config: Any, part: str, data: Array) -> Array:
+def tiled(config: Any, part: str, data: Array) -> Array:
     """Value heads in the order of their number within a key head, then of the key head."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     order = np.arange(values).reshape(keys, -1).T.reshape(-1)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvloom.checkpoints.families.expert_layers import Stacking
 from kvloom.checkpoints.families.family import Factors, Family
-from kvloom.checkpoints.families.interleaved import HalvedHeads
+from kvloom.checkpoints.families.interleaved import HalvedHeads, Order
 from kvloom.checkpoints.families.latent_weights import LatentWeights, latent_file_shapes
 from kvloom.checkpoints.families.multiplied import multiplied
 from kvloom.checkpoints.families.picked import PICKED, pick, rows_of
@@ -32,7 +32,7 @@ _FUSED = {  # rows in this order
     "shared_gate_up": ("shared_gate", "shared_up"),
     "mamba_in": ("gate_in", "conv_in", "decay_in"),
 }
-_WHOLES = _FUSED | PICKED
+WHOLES = _FUSED | PICKED
 _DECAY = ".decay"
 _PLAIN_NORM = "out_norm"  # has no offset in any file
 
@@ -89,7 +89,7 @@ def file_shapes(layout: FileLayout, spec: DecoderSpec) -> Shapes:
     shapes = stacked_shapes(spec.tensor_shapes(), spec, layout.stacking, layout.experts)
     for index in range(spec.num_layers):
         for whole in layout.fused:
-            names = [f"layers.{index}.{part}" for part in _WHOLES[whole]]
+            names = [f"layers.{index}.{part}" for part in WHOLES[whole]]
             if names[0] in shapes:
                 cut = [shapes.pop(name) for name in names]
                 shapes[f"layers.{index}.{whole}"] = sum(rows for rows, _ in cut), cut[0][1]
@@ -105,6 +105,17 @@ def adapted(source: WeightSource, layout: FileLayout, spec: DecoderSpec) -> Weig
     if layout.fused or layout.norm_offset or layout.has_log_decay:
         source = FamilyWeights(source, spec, layout)
     return HalvedHeads(source, spec) if layout.interleaved else source
+
+
+def parts_of(whole: str, layer: int, spec: DecoderSpec) -> dict[str, Order]:
+    """What files hold as `whole`, of WHOLES: for each of its tensors by canonical name their rows there."""
+    shapes, first, found = spec.tensor_shapes(), 0, {}
+    for part in WHOLES[whole]:
+        name = f"layers.{layer}.{part}"
+        rows = np.arange(first, first + shapes[name][0])
+        found[name] = rows_of(part, spec.layers[layer].mixer) if whole in PICKED else rows
+        first += len(rows)
+    return found
 
 
 class FamilyWeights:
@@ -155,7 +166,7 @@ class FamilyWeights:
     def _whole(self, name: str) -> str:
         """The fused tensor that contains this tensor."""
         layer, part = name.rsplit(".", 1)
-        wholes = (f"{layer}.{whole}" for whole, parts in _WHOLES.items() if part in parts)
+        wholes = (f"{layer}.{whole}" for whole, parts in WHOLES.items() if part in parts)
         return next(whole for whole in wholes if whole in self._held)
 
     def _first_row(self, name: str) -> int:

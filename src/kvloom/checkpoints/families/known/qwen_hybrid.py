@@ -17,7 +17,8 @@ _EXPERTS = Mixture(shared="weighted")
 _GGUF_NAMES = {"mlp_norm": "post_attention_norm.weight"}
 
 
-def _tiled(config: Mapping[str, Any]) -> DeltaRule:
+def tiled(config: Mapping[str, Any]) -> DeltaRule:
+    """Of GGUF files of Qwen3.5."""
     return replace(delta_rule(config), is_tiled=True)
 
 
@@ -52,6 +53,6 @@ QWEN3_NEXT = replace(
     mixture=Mixture(weighs_chosen=None, shared="weighted"),
     defaults={**_MOE_DEFAULTS, "norm_topk_prob": True},
 )
-QWEN3_5_GGUF = replace(QWEN3_5, recurrent=_tiled)
-QWEN3_5_MOE_GGUF = replace(QWEN3_5_MOE, recurrent=_tiled)
+QWEN3_5_GGUF = replace(QWEN3_5, recurrent=tiled)
+QWEN3_5_MOE_GGUF = replace(QWEN3_5_MOE, recurrent=tiled)
 QWEN3_NEXT_GGUF = replace(QWEN3_NEXT, fused=("q_gated", "ba"))
