@@ -146,7 +146,7 @@ PURE := kvloom/engine/schedule/again kvloom/engine/schedule/ahead kvloom/engine/
 PURE_TESTS := engine/schedule/test_again \
   engine/schedule/test_ahead engine/schedule/test_cost engine/schedule/test_pace engine/schedule/test_suspicion \
   engine/schedule/test_blocks engine/schedule/test_snapshots engine/schedule/test_scheduler engine/schedule/test_policies \
-  engine/schedule/test_speculation engine/schedule/test_by_model engine/test_forced_tokens engine/schedule/test_recent engine/schedule/test_state_tier engine/schedule/test_rollback engine/schedule/test_swap engine/schedule/test_windows engine/schedule/test_window_tier engine/schedule/test_transfers engine/test_giving engine/test_scored \
+  engine/schedule/test_speculation engine/schedule/test_profit engine/schedule/test_by_model engine/test_forced_tokens engine/schedule/test_recent engine/schedule/test_state_tier engine/schedule/test_rollback engine/schedule/test_swap engine/schedule/test_windows engine/schedule/test_window_tier engine/schedule/test_transfers engine/test_giving engine/test_scored \
   engine/text/test_stop engine/text/test_detok engine/schedule/test_memory net/test_sites \
   pool/storage/test_properties pool/storage/test_allocator ems/test_breaker ems/wire/test_packing \
   ems/wire/test_wire gewu/protocol/test_frames gewu/service/test_crashes gewu/protocol/test_schema \

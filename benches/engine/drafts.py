@@ -1,10 +1,11 @@
 """Whether a draft model changes an answer: many prompts, with and without, in this process.
 
-    python -m benches.engine.drafts MODEL DRAFT_MODEL [--prompts 1000] [--tokens 24]
+    python -m benches.engine.drafts MODEL DRAFT_MODEL [--prompts 1000] [--first 0] [--tokens 24]
 
 The prompts are parts of this project's documents, and answered in company, greedily, by seed and with penalties in
 turns. Answers with the draft model come twice: with as many guesses as pay, and with four guesses in each step whatever
-they cost. One JSON line each; a line names the prompts whose answers differ, and the exit status is then 1.
+they cost. One JSON line each; a line names the prompts whose answers differ, and the exit status is then 1. With
+`--first` a run begins behind so many prompts, so that several runs make one.
 
 A draft model can be made of the model itself, by fewer layers or fewer bits: see benches/server/speculation.py.
 """
@@ -40,11 +41,11 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 
 
-def requests(tokenizer: Tokenizer, count: int, num_tokens: int) -> list[Request]:
+def requests(tokenizer: Tokenizer, numbers: range, num_tokens: int) -> list[Request]:
     text = "\n".join(path.read_text() for path in sorted(DOCS.rglob("*.md")))
     ids = tokenizer.encode(text)
     found = []
-    for i in range(count):
+    for i in numbers:
         first = i * 97 % (len(ids) - LENGTHS[-1])
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **KINDS[i % len(KINDS)])
         found.append(Request(str(i), tuple(ids[first : first + LENGTHS[i % 3 + i % 2]]), params))
@@ -54,10 +55,13 @@ def requests(tokenizer: Tokenizer, count: int, num_tokens: int) -> list[Request]
 class Eager(Pace):
     """Drafts whatever the draft model guesses."""
 
-    def draft_lengths(self, seqs: Sequence[Any], chances: Sequence[Any], gap_s: float, prices: Any = ()) -> list[int]:
-        return [min(ALWAYS, len(own)) for own in chances]
+    def least_chance(self, base: Any, most: int) -> float:
+        return 0.0
 
-    def draft_rate(self, seqs: Sequence[Any], seq: Any, chances: Sequence[float], price: Any) -> float:
+    def draft_lengths(self, guesses: Sequence[Any], base: Any) -> list[int]:
+        return [min(ALWAYS, len(chances)) for _, chances, _ in guesses]
+
+    def draft_rate(self, seq: Any, chances: Sequence[float], price: Any, base: Any) -> float:
         return float(price is not FREE)
 
 
@@ -76,6 +80,7 @@ def answers(
             found[delta.request_id] += delta.token_ids
     stats = engine.stats()
     figures = {
+        "first": int(asked[0].id),
         "prompts": len(asked),
         "tokens": stats.total_output_tokens,
         "steps": stats.total_steps,
@@ -92,12 +97,13 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("draft_model")
     parser.add_argument("--prompts", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=24)
     args = parser.parse_args()
     model, draft = (str(find_model(name)) for name in (args.model, args.draft_model))
     tokenizer = load_tokenizer(model)
     sizes = {"model": model, "num_blocks": 1500, "max_seq_len": 512, "max_batch": 16}
-    asked = requests(tokenizer, args.prompts, args.tokens)
+    asked = requests(tokenizer, range(args.first, args.first + args.prompts), args.tokens)
     wanted: dict[str, list[int]] = {}
     status = 0
     for side, pace, fields in (

@@ -12,7 +12,7 @@ from kvloom.contract.request import FinishReason, Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.schedule.guessing import FORCED, Guesser
 from kvloom.engine.schedule.lookup import PromptLookup
-from kvloom.engine.schedule.profit import pays_to_wait
+from kvloom.engine.schedule.profit import Base, pays_to_wait
 from kvloom.rank.fake import VOCAB_SIZE, ByteTokenizer, FakeRunner
 from kvloom.rank.grammar import guides
 from kvloom.rank.grammar.guides import Guides
@@ -110,16 +110,16 @@ def test_a_guess_goes_on_behind_forced_tokens_as_the_text_did():
     guesser.follow(tokens, 100, [9, 7])
     assert guesser.guess.tokens == [9, 7, 8, 2, 3]
     assert guesser.guess.kinds[:2] == [FORCED, FORCED]
-    assert guesser.chances()[1] > 0.9
-    before = guesser.chances()[2]
+    assert guesser.guess.chances[1] > 0.9
+    before = guesser.guess.chances[2]
     tokens += [9, 7, 8]
     guesser.follow(tokens, 100, [5, 7])
     assert guesser.guess.tokens[:3] == [5, 7, 8]
-    assert guesser.chances()[2] > before, "what follows forced tokens is learned apart"
+    assert guesser.guess.chances[2] > before, "what follows forced tokens is learned apart"
     guesser.follow(tokens, 1, [5, 7])
     assert guesser.guess.tokens == [5]
     guesser.follow(tokens, 0, [5, 7])
-    assert guesser.guess.tokens == []
+    assert not guesser.guess.tokens
 
 
 def test_without_a_grammar_one_token_is_too_little_to_go_on_behind():
@@ -130,11 +130,11 @@ def test_forced_tokens_that_the_sampler_cuts_otherwise_lose_their_credit():
     guesser = Guesser(PromptLookup(2, 8), 32)
     tokens = [1]
     guesser.follow(tokens, 100, [2])
-    believed = guesser.chances()[0]
+    believed = guesser.guess.chances[0]
     for _ in range(20):
         tokens.append(3)
         guesser.follow(tokens, 100, [2])
-    assert guesser.chances()[0] < believed / 2
+    assert guesser.guess.chances[0] < believed / 2
 
 
 # -- whether steps wait for them
@@ -153,14 +153,14 @@ def test_forced_tokens_that_the_sampler_cuts_otherwise_lose_their_credit():
     ],
 )
 def test_steps_wait_for_tokens_that_often_bring_drafts(shares, base_s, gap_s, waits):
-    assert pays_to_wait(shares, base_s, gap_s) == waits
+    assert pays_to_wait(shares, Base(len(shares), base_s, gap_s)) == waits
 
 
 def test_a_draft_begins_behind_a_step_before_which_there_was_none():
     """One that is likely wrong counts little."""
     guesser = Guesser(PromptLookup(2, 8), 32)
     guesser.follow([1, 2, 3, 1, 2], 9)
-    doubtful = guesser.chances()[0]
+    doubtful = guesser.guess.chances[0]
     guesser.decided(3)
     assert guesser.start_share == pytest.approx(0.1 * doubtful)
     guesser = Guesser(PromptLookup(2, 8), 32)

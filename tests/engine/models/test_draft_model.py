@@ -14,12 +14,11 @@ from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.request import Delta, Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.schedule.by_model import FREE
-from kvloom.engine.schedule.pace import Pace
 from kvloom.rank.byte_tokenizer import ByteTokenizer
 from kvloom.rank.drafter import Drafter
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
+from tests.support.engine.drafts import draft_always
 from tests.support.engine.engines import drain, engine_over, in_process, run_all, tokens_of
 from tests.support.models.adapters import make_adapter
 from tests.support.models.checkpoints import VOCAB_SIZE, save, tiny_model
@@ -65,16 +64,8 @@ def opened(folders: dict[str, str], draft: str = "", backend: str = "cpu", **fie
 @pytest.fixture
 def drafting(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """Whatever it costs, all that the draft model guesses is drafted. Returns what an engine needs for it."""
-    always(monkeypatch)
+    draft_always(monkeypatch)
     return {"num_speculative_tokens": DRAFTS, "model": "m", "draft_model": "d", "backend": "auto"}
-
-
-def always(patch: pytest.MonkeyPatch) -> None:
-    def lengths(self: Pace, seqs: object, chances: list[list[float]], gap_s: float, prices: object = ()) -> list[int]:
-        return [len(own) for own in chances]
-
-    patch.setattr(Pace, "draft_lengths", lengths)
-    patch.setattr(Pace, "draft_rate", lambda self, seqs, seq, chances, price: float(price is not FREE))
 
 
 def prompt(length: int, first: int = 1) -> tuple[int, ...]:
@@ -209,7 +200,7 @@ def test_no_schedule_and_no_draft_model_changes_an_answer(
     executor = in_process(runners[draft], config)
     executor.info = structs.replace(executor.info, num_blocks=num_blocks)
     with pytest.MonkeyPatch.context() as patch:
-        always(patch)
+        draft_always(patch)
         assert told(run_all(Engine(config, executor, ByteTokenizer()), *asked)) == want
 
 
@@ -230,7 +221,7 @@ def test_its_weights_and_keys_are_a_part_of_the_plan_of_memory(folders, backend)
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"num_speculative_tokens": 0}, "draft_model: has no effect with num_speculative_tokens 0"),
+        ({"num_speculative_tokens": 0}, "draft_model: has no effect where 0 tokens are guessed ahead"),
         ({"backend": "fake"}, "draft_model: has no effect with a mock"),
         ({"world_size": 2}, "draft_model: works with one rank, world_size is 2"),
     ],

@@ -17,13 +17,13 @@ from kvloom.contract.request import Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.schedule import prefix
-from kvloom.engine.schedule.pace import Pace
 from kvloom.pool.agent import Agent
 from kvloom.rank.loading import open_runner
 from kvloom.rank.main import open_runner as open_rank
 from kvloom.rank.runner import ModelRunner
 from kvloom.rank.tier.tier import TieredRunner
 from kvloom.server.run.kvnote import kv_note
+from tests.support.engine.drafts import draft_always
 from tests.support.engine.engines import drain, engine_over, run_all, tokens_of
 from tests.support.engine.greedy import LENGTH, LENGTHS, answers, prompt, requests
 from tests.support.models.adapters import adapted
@@ -102,7 +102,7 @@ def test_the_schedule_changes_no_answer(folder, alone, backend, fields):
 @EACH_MODEL
 def test_wrong_guesses_stay_in_no_state(folder, alone, backend, monkeypatch):
     """Every fifth token of what the answers were said to be is wrong."""
-    monkeypatch.setattr(Pace, "draft_lengths", lambda self, seqs, chances, gap_s: [len(own) for own in chances])
+    draft_always(monkeypatch)
     engine = engine_over(opened(folder, backend), num_speculative_tokens=4)
     told = [tuple((token + (i % 5 == 4)) % 128 for i, token in enumerate(answer)) for answer in alone]
     asked = [replace(request, prediction=words) for request, words in zip(requests(), told, strict=True)]

@@ -14,7 +14,7 @@ from kvloom.engine.schedule.cost import Load
 from kvloom.engine.schedule.guessing import FORCED, MODEL, Guesser
 from kvloom.engine.schedule.lookup import PromptLookup
 from kvloom.engine.schedule.pace import Pace
-from kvloom.engine.schedule.profit import Bid, best_rate, draft_lengths
+from kvloom.engine.schedule.profit import Base, Bid, best_rate, draft_lengths
 from kvloom.engine.schedule.seq import Seq, Status
 from kvloom.rank.byte_tokenizer import ByteTokenizer
 
@@ -52,7 +52,7 @@ def test_a_guess_by_model_begins_with_forced_tokens_and_names_no_others():
     assert not guesser.is_by_model
     guesser.choose(by_model=True)
     assert guesser.is_by_model
-    assert guesser.chances() == guesser.model_chances() != guesser.text_chances()
+    assert guesser.guess == guesser.by_model != guesser.by_text
     guesser.follow([1, 2, 3], 100)
     assert len(guesser.by_model.tokens) == MOST_BY_MODEL
 
@@ -66,8 +66,8 @@ def test_what_was_drafted_by_model_is_judged_up_to_the_first_wrong_token():
     assert guesser.num_read == 4  # the fifth token was read as a wrong one
     other.follow([1], 9)
     once = everyone.chance
-    assert guesser.model_chances()[0] == pytest.approx((0.93 + 8 * once) / (1.93 + 8))  # one right, one wrong
-    assert other.model_chances()[0] == once < before
+    assert guesser.by_model.chances[0] == pytest.approx((0.93 + 8 * once) / (1.93 + 8))  # one right, one wrong
+    assert other.by_model.chances[0] == once < before
     guesser.follow([1, 2, 3, 4, 5, 6, 7], 9, drafted=Drafted(0, [6, 7], 7))
     assert everyone.chance > once
     guesser.follow([1, 2, 3, 4, 5, 6, 7, 8], 9, drafted=Drafted(0, [], 3))  # it only reads
@@ -79,11 +79,13 @@ def test_a_sequence_that_drafts_nothing_by_model_forgets_a_little():
     guesser.follow([1], 9)
     guesser.follow([1, 2], 9, drafted=Drafted(0, [5], 1))
     guesser.choose(by_model=True)
-    low = guesser.model_chances()[0]
+    low = guesser.by_model.chances[0]
     guesser.decided(1)
-    assert guesser.model_chances()[0] == low
+    guesser.follow([1, 2], 9)
+    assert guesser.by_model.chances[0] == low
     guesser.decided(0)
-    assert guesser.model_chances()[0] > low
+    guesser.follow([1, 2], 9)
+    assert guesser.by_model.chances[0] > low
 
 
 # -- what it costs
@@ -125,7 +127,7 @@ def test_tokens_that_are_given_cost_no_pass():
     free, dear = Bid([0.9, 0.8], 0.1).rates(), Bid([0.9, 0.8], 0.1, pass_s=0.3, num_given=1).rates()
     assert dear[0] == free[0]
     assert dear[1] == pytest.approx((0.8 / 0.4, 0.4))
-    assert draft_lengths([Bid([0.9, 0.8], 0.1, pass_s=10.0, num_given=1)], 1, 1.0, 0.0) == [1]
+    assert draft_lengths([Bid([0.9, 0.8], 0.1, pass_s=10.0, num_given=1)], Base(1, 1.0, 0.0)) == [1]
 
 
 def test_the_best_rate_is_that_of_the_best_length():

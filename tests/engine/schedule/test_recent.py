@@ -18,9 +18,7 @@ EAGER = {"num_speculative_tokens": 9, "run_ahead": False}  # as if rows of the f
 
 
 def keep(texts: Recent, scope: str, tokens: list[int]) -> None:
-    lookup = PromptLookup(2, 4)
-    lookup.index(tokens)
-    texts.keep(scope, tokens, lookup)
+    texts.keep(scope, tokens, PromptLookup(2, 4))
 
 
 # -- which texts there are
@@ -94,19 +92,43 @@ def test_of_two_guesses_the_one_is_taken_that_is_believed_to_bring_more():
     guesser.follow([3, 4, 9, 1, 2, 3, 4], 9)
     assert guesser.guess.tokens == [5, 6, 7]
     assert min(guesser.guess.kinds) >= RECENT
+    guesser = Guesser(PromptLookup(2, 4), 9, texts, "a")
+    guesser.follow([8, 9, 3, 4, 9, 9, 9, 8, 9, 3, 4], 9)
+    assert guesser.guess.tokens == [9, 9, 9, 8, 9, 3, 4], "more tokens agree"
     guesser = Guesser(PromptLookup(2, 4), 9, texts, "b")
     guesser.follow([3, 4, 9, 1, 2, 3, 4], 9)
     assert guesser.guess.tokens == [9, 1, 2, 3, 4]
 
 
-def test_a_sequence_without_a_token_leaves_no_text():
+def test_a_sequence_leaves_its_whole_text_however_much_of_it_was_looked_up():
+    for num_followed in (0, 3, 5):
+        texts = Recent()
+        guesser = Guesser(PromptLookup(2, 4), 9, texts, "a")
+        if num_followed:
+            guesser.follow([1, 2, 3, 4, 5, 6][:num_followed], 9)
+        guesser.leave([1, 2, 3, 4, 5, 6])
+        assert [texts.find("a", [n, n + 1], 9).tokens for n in (1, 3, 4)] == [[3, 4, 5, 6], [5, 6], [6]]
+
+
+def test_a_request_without_a_token_leaves_no_text():
+    engine = fake_engine(**EAGER)
+    engine.add(FIRST)
+    engine.abort(FIRST.id)
+    assert engine.stats().recent_text_bytes == 0
+    engine.add(FIRST)
+    engine.step()
+    engine.abort(FIRST.id)
+    assert engine.stats().recent_text_bytes > 0
+
+
+def test_short_matches_are_left_out_where_only_long_ones_are_wanted():
     texts = Recent()
-    Guesser(PromptLookup(2, 4), 9, texts, "a").leave([1, 2, 3])
-    assert texts.num_bytes == 0
-    guesser = Guesser(PromptLookup(2, 4), 9, texts, "a")
-    guesser.follow([1, 2, 3], 9)
-    guesser.leave([1, 2, 3, 4, 5])
-    assert texts.find("a", [3, 4], 9).tokens == [5]
+    keep(texts, "a", [1, 2, 3, 4, 5, 6])
+    assert texts.find("a", [9, 9, 3, 4], 9, only_long=True) == ((), 0)
+    assert texts.find("a", [9, 9], 9, [3, 4]) == ([5, 6], 2)
+    assert texts.find("a", [1, 2, 3, 4], 9, only_long=True) == ([5, 6], 4)
+    texts.keep("b", [1, 2, 3], PromptLookup(1, 2))
+    assert texts.find("b", [1, 2], 9, only_long=True) == ((), 0)
 
 
 # -- answers

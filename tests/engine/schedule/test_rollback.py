@@ -14,12 +14,12 @@ from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.schedule.again import Again
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.commit import apply_step, check, commit_step, release_seq
-from kvloom.engine.schedule.pace import Pace
-from kvloom.engine.schedule.profit import Bid, draft_lengths
+from kvloom.engine.schedule.profit import Base, Bid, draft_lengths
 from kvloom.engine.schedule.scheduler import plan_step
 from kvloom.engine.schedule.seq import Seq, Status
 from kvloom.engine.schedule.snapshots import Snapshots
 from tests.engine.test_engine import prompt, truth
+from tests.support.engine.drafts import draft_always
 from tests.support.engine.engines import run_all, tokens_of
 from tests.support.engine.stateful import stateful_engine
 
@@ -93,9 +93,9 @@ def test_a_step_in_another_place_is_not_sent_as_a_further_one_of_the_same():
 
 def test_what_is_computed_again_is_a_part_of_the_price():
     chances = [0.6, 0.5, 0.4]
-    assert draft_lengths([Bid(chances, 0.1)], 1, 1.0, 0.0) == [3]
-    assert draft_lengths([Bid([0.16, 0.1], 0.1)], 1, 1.0, 0.0) == [1]
-    assert draft_lengths([Bid([0.16, 0.1], 0.1, goes_back=True)], 1, 1.0, 0.0) == [0]
+    assert draft_lengths([Bid(chances, 0.1)], Base(1, 1.0, 0.0)) == [3]
+    assert draft_lengths([Bid([0.16, 0.1], 0.1)], Base(1, 1.0, 0.0)) == [1]
+    assert draft_lengths([Bid([0.16, 0.1], 0.1, goes_back=True)], Base(1, 1.0, 0.0)) == [0]
     first, second = Bid([0.5, 0.25], 0.1, goes_back=True).rates()
     assert first == pytest.approx((0.5 / 0.15, 0.15))
     assert second == pytest.approx((0.25 / 0.15, 0.15))
@@ -113,7 +113,7 @@ def test_what_is_computed_again_is_a_part_of_the_price():
 )
 def test_answers_are_those_without_drafts(lengths, num_states, num_snapshots, max_tokens, every, num_blocks, run_ahead):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pace, "draft_lengths", lambda self, seqs, chances, gap_s: [len(own) for own in chances])
+        draft_always(patch)
         engine = stateful_engine(
             num_blocks, max_seq_len=40, num_states=num_states, num_snapshots=num_snapshots, max_batch=4,
             max_tokens_per_step=max_tokens, num_speculative_tokens=3, run_ahead=run_ahead,

@@ -1,6 +1,5 @@
 """Prompt lookup: which tokens are guessed, what a step does with guesses, and that no guess changes an answer."""
 
-import itertools
 from typing import ClassVar
 
 import pytest
@@ -15,9 +14,7 @@ from kvloom.contract.request import Delta, FinishReason, Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.commit import apply_step, check, commit_step
-from kvloom.engine.schedule.guessing import Guesser
 from kvloom.engine.schedule.lookup import Match, PromptLookup
-from kvloom.engine.schedule.profit import Bid, Turnaround, draft_lengths
 from kvloom.engine.schedule.scheduler import plan_step
 from kvloom.engine.schedule.seq import Seq
 from kvloom.rank.fake import fake_next
@@ -62,11 +59,13 @@ def test_nothing_is_guessed_when_the_end_is_new_or_nothing_is_wanted():
 
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=60),
-    st.lists(st.integers(1, 9), max_size=9),
-    st.sampled_from([(1, [1]), (1, [2, 1]), (2, [8, 4, 2]), (3, [7, 3])]),
+    st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=9),
+    st.sampled_from([(1, [1]), (1, [2, 1]), (2, [8, 4, 2]), (3, [7, 3]), (2, [5, 2])]),
+    st.booleans(),
 )
-def test_a_guess_is_what_a_plain_search_finds_however_the_tokens_came(tokens, cuts, sizes):
+def test_a_guess_is_what_a_plain_search_finds_however_the_tokens_came(tokens, cuts, sizes, only_long):
     low, sizes = sizes
+    largest, sizes = sizes[0], [size for size in sizes if size >= 4 or not only_long]
 
     def search() -> tuple[list[int], int]:
         for size in sizes:
@@ -75,108 +74,18 @@ def test_a_guess_is_what_a_plain_search_finds_however_the_tokens_came(tokens, cu
                     return tokens[end : end + 5], size
         return [], 0
 
-    lookup, length = PromptLookup(low, sizes[0]), 0
-    for cut in cuts:
+    lookup, length = PromptLookup(low, largest), 0
+    for cut, is_long in cuts:
         length = min(len(tokens), length + cut)
-        lookup.propose(tokens[:length], 5)
-    assert guessed(lookup, tokens, 5) == search()
+        lookup.propose(tokens[:length], 5, only_long=is_long)
+    found = lookup.propose(tokens, 5, only_long=only_long)
+    assert (list(found.tokens), found.size) == search()
 
 
 def test_of_a_very_long_sequence_the_last_tokens_are_looked_up(monkeypatch):
     monkeypatch.setattr("kvloom.engine.schedule.lookup._INDEXED_TOKENS", 6)
     assert guessed(PromptLookup(2, 2), [1, 2, 7, *range(10, 20), 1, 2]) == ([], 0)
     assert guessed(PromptLookup(2, 2), [*range(10, 20), 1, 2, 7, 1, 2]) == ([7, 1, 2], 2)
-
-
-# -- how likely they are
-
-
-def test_a_token_is_as_likely_as_guesses_like_it_were_right_and_all_before_it():
-    guesser = Guesser(PromptLookup(2, 8), 32)
-    tokens = [1, 2, *range(3, 12), 1, 2]
-    guesser.follow(tokens, 100)
-    before = guesser.chances()
-    assert before == sorted(before, reverse=True)
-    assert len(before) == len(guesser.guess.tokens) == 11
-    for token in (3, 4, 5):
-        tokens.append(token)
-        guesser.follow(tokens, 100)
-    assert guesser.chances()[0] > before[0]
-    tokens.append(99)
-    guesser.follow(tokens, 100)
-    assert not guesser.guess.tokens
-    tokens += [1, 2]
-    guesser.follow(tokens, 100)
-    assert guesser.guess.tokens[0] == 3
-    assert guesser.guess.kinds[0] == 2
-    assert guesser.chances()[0] > before[0]  # the guess behind as few tokens was right; the wrong one came behind more
-    tokens += [98, 1, 2]
-    guesser.follow(tokens, 100)
-    assert guesser.chances()[0] < (before[0] * 2 * 0.9 + 1) / (2 * 0.9 + 1)
-
-
-def test_a_guess_is_as_long_as_is_asked_for():
-    guesser = Guesser(PromptLookup(1, 1), 3)
-    guesser.follow([1, 2, 3, 4, 5, 1], 100)
-    assert guesser.guess.tokens == [2, 3, 4]
-    guesser.follow([1, 2, 3, 4, 5, 1], 2)
-    assert guesser.guess.tokens == [2, 3]
-
-
-# -- how many pay
-
-
-@pytest.mark.parametrize(
-    ("chances", "num_seqs", "gap_s", "lengths"),
-    [
-        ([[0.9, 0.8, 0.05]], 1, 0.0, [2]),  # a row takes a tenth of the step
-        ([[0.09, 0.05]], 1, 0.0, [0]),
-        ([[]], 1, 0.0, [0]),
-        ([[0.9] * 40], 1, 0.0, [40]),
-        ([[0.15]], 1, 0.1, [0]),  # what is lost by not running ahead is more than it brings
-        ([[0.15]], 1, 0.0, [1]),
-        ([[0.9, 0.5], [0.95, 0.2]], 2, 0.0, [2, 1]),
-        ([[0.9, 0.8], []], 10, 0.0, [0, 0]),  # ten sequences bring as much with each tenth of a step
-        ([[0.9] * 40, []], 2, 0.0, [19, 0]),  # the other one does not wait for longer than three steps
-    ],
-)
-def test_rows_are_added_while_they_bring_more_than_the_step(chances, num_seqs, gap_s, lengths):
-    assert draft_lengths([Bid(own, 0.1) for own in chances], num_seqs, 1.0, gap_s) == lengths
-
-
-def speed(bids: list[Bid], lengths: list[int], num_seqs: int, gap_s: float) -> float:
-    """Tokens a second of steps that take one second without drafts."""
-    right = sum(sum(bid.chances[:length]) for bid, length in zip(bids, lengths, strict=True))
-    rows_s = sum(bid.row_s * length for bid, length in zip(bids, lengths, strict=True))
-    return (num_seqs + right) / (1 + rows_s + gap_s * any(lengths))
-
-
-@given(
-    st.lists(st.lists(st.floats(0, 1), max_size=4).map(lambda own: sorted(own, reverse=True)), min_size=1, max_size=2),
-    st.floats(0.001, 0.4),
-    st.floats(0, 0.5),
-)
-def test_no_other_lengths_are_faster(chances, row_s, gap_s):
-    bids, num_seqs = [Bid(own, row_s) for own in chances], len(chances)
-    best = speed(bids, draft_lengths(bids, num_seqs, 1.0, gap_s), num_seqs, gap_s)
-    for lengths in itertools.product(*(range(len(own) + 1) for own in chances)):
-        if num_seqs == 1 or sum(lengths) * row_s <= 2:
-            assert speed(bids, list(lengths), num_seqs, gap_s) <= best * (1 + 1e-9)
-
-
-def test_what_a_rank_waits_for_is_learned_where_nothing_runs_ahead():
-    turn = Turnaround()
-    for now_s in (0.0, 10.0, 20.0):  # a step takes the rank 6 s, and its messages 1 s
-        turn.sent(now_s, is_alone=True)
-        turn.ended(now_s + 7.0, 6.0, waits=True)
-    assert turn.seconds == 4.0
-    turn.sent(30.0, is_alone=False)
-    turn.ended(31.0, 0.1, waits=True)
-    assert turn.seconds == 4.0
-    turn.ended(31.0, 0.1, waits=False)
-    turn.sent(1000.0, is_alone=True)  # nobody asked for anything
-    turn.ended(1001.0, 1.0, waits=False)
-    assert turn.seconds == 4.0
 
 
 # -- what a step does with guesses
@@ -262,7 +171,7 @@ class HalfRightLookup(PromptLookup):
 
     every = 5  # about one guess in this many is wrong
 
-    def propose(self, token_ids, most, forced=()):
+    def propose(self, token_ids, most, forced=(), only_long=False):
         context, draft = [*token_ids, *forced], []
         for _ in range(min(4, most)):
             token = fake_next(context, SamplingParams(temperature=0), 0)

@@ -92,6 +92,11 @@ class StepCost:
         _, token_s, sample_s, kilopair_s = self._parts
         return token_s + sample_s + kilopair_s * len(seq.token_ids) / 1000
 
+    @property
+    def least_row_s(self) -> float:
+        """The same of a sequence without a token."""
+        return self._parts[1] + self._parts[2]
+
     def prompt_s(self, seq: Seq, count: int) -> float:
         """Predicted seconds that the next `count` tokens of a prompt add to a step."""
         _, token_s, sample_s, kilopair_s = self._parts
@@ -119,8 +124,8 @@ class StepCost:
             self._spread = [one**2, 0.0, 0.0, 0.0, token**2, 0.0, 0.0, sample**2, 0.0, kilopair**2]
             return
         expected_s = _dot(self._parts, amounts)
-        self._drift(expected_s / _dot(_USUAL, amounts))
         scale_s = max(seconds, expected_s)
+        self._drift(expected_s / _dot(_USUAL, amounts))
         one, token, sample, kilopair = amounts
         seen = one / scale_s, token / scale_s, sample / scale_s, kilopair / scale_s
         self._move(seen, (seconds - expected_s) / scale_s, _NOISE**2)

@@ -7,6 +7,8 @@ source as draft model). profit.py decides how many tokens are drafted.
 A guess begins with the tokens that a grammar forces, if there are any. It goes on with what the text says, or with
 what a recent text of the same scope says, whichever is believed to bring more. A draft model may take their place; its
 tokens are known only when the rank has drafted them.
+
+What is right is learned from guesses whether they were drafted or not, so a guess is one token longer than it pays.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,7 +18,7 @@ from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import BY_MODEL, Drafted
 from kvloom.contract.request import Request
 from kvloom.engine.schedule.by_model import MOST_BY_MODEL, Belief
-from kvloom.engine.schedule.lookup import Match, PromptLookup
+from kvloom.engine.schedule.lookup import LONG_TOKENS, Match, PromptLookup
 from kvloom.engine.schedule.recent import Recent
 from kvloom.engine.schedule.seq import Seq
 
@@ -30,14 +32,26 @@ RECENT = 2 * BEHIND  # then those of recent texts;
 FORCED = 3 * BEHIND  # then those that a grammar forces: the sampler can choose no other, however the text is cut
 MODEL = FORCED + 1  # and those of a draft model, of which by_model.py knows more
 _PRIOR = (*_BY_AGREEMENT, *_BY_AGREEMENT, *_BY_AGREEMENT, (39.6, 40.0))
+_SHORT = [first + size for first in (0, RECENT) for size in range(1, LONG_TOKENS.bit_length())]  # by few tokens
 _START_NEWS = 0.1  # share of the newest step in the share of steps behind which a draft begins
 
 
 class Guess(NamedTuple):
-    """Tokens that may follow, and of which kind each is."""
+    """Tokens that may follow, of which kind each is, and how likely it is that it and all before it are right."""
 
     tokens: Sequence[int] = ()
     kinds: Sequence[int] = ()
+    chances: Sequence[float] = ()
+
+
+class Bar(NamedTuple):
+    """What a guessed token must reach to pay."""
+
+    chance: float = 0.0  # one that is less likely right, together with all before it, does not
+    is_learning: bool = True  # short n-grams are looked up also where their guesses do not, to learn whether they do
+
+
+NO_GUESS, NO_BAR = Guess(), Bar()
 
 
 class Guesser:
@@ -54,114 +68,109 @@ class Guesser:
         """`most`: tokens of a guess. `recent` has other texts, and `scope` says which of them may be read. `model`:
         what is believed of the draft model's guesses for all sequences; None = there is none.
         """
-        self._lookup, self._most = lookup, most
+        self._lookup, self.most = lookup, most
         self._recent, self._scope = recent or Recent(), scope
         self._num_known = 0  # tokens of the sequence at the last guess
         self._known = list(_PRIOR)
+        self._chances = [right / count for right, count in _PRIOR]
+        self._short_chance = max(self._chances[kind] for kind in _SHORT)
         self._is_drafting = False
-        self.guess = self._by_text = Guess()
-        self.by_model = Guess()
+        self.guess = self.by_text = self.by_model = NO_GUESS  # the chosen one; that of the texts; the draft model's
         self._model = Belief(model) if model is not None else None
         self.num_read: int | None = None  # tokens of the sequence that the draft model has read; None = unknown
         self.start_share = 0.0  # of its steps, those behind which a draft begins, each as likely as it is right
 
     def follow(
-        self, token_ids: Sequence[int], most: int, forced: Sequence[int] = (), drafted: Drafted | None = None
+        self,
+        token_ids: Sequence[int],
+        most: int,
+        forced: Sequence[int] = (),
+        drafted: Drafted | None = None,
+        bar: Bar = NO_BAR,
     ) -> None:
         """Learn from the tokens that have come since the last call, and guess at most `most` tokens that follow.
 
         `forced`: the first of them, which a grammar forces. `drafted`: what the draft model made of the last guess.
         """
-        fresh = token_ids[self._num_known :] if self._num_known else ()
-        self._learn(fresh)
+        if self.by_text.tokens or drafted is not None:
+            self._learn(token_ids[self._num_known :], drafted)
         if drafted is not None:
             self.num_read = min(drafted.num_known, len(token_ids) - 1)
-            self._learn_drafted(drafted, fresh)
         self._num_known = len(token_ids)
-        most = min(most, self._most)
+        most = min(most, self.most)
         forced = forced[: max(0, most)]
         left = most - len(forced)
-        own = _guess_of(self._lookup.propose(token_ids, left, forced), BEHIND if forced else 0)
-        last = [*token_ids[-self._lookup.max_size :], *forced]
-        other = _guess_of(self._recent.find(self._scope, last, left), RECENT)
-        tokens, kinds = other if sum(self._chances(other.kinds)) > sum(self._chances(own.kinds)) else own
-        self.guess = self._by_text = Guess([*forced, *tokens], [*[FORCED] * len(forced), *kinds])
+        least = bar.chance
+        only_long = not bar.is_learning and self._short_chance <= least
+        own = self._lookup.propose(token_ids, left, forced, only_long)
+        other = self._recent.find(self._scope, token_ids, left, forced, only_long)
+        begun = self._longer(NO_GUESS, forced, [FORCED] * len(forced), 0.0) if forced else NO_GUESS
+        self.by_text = self._by_match(begun, own, BEHIND if forced else 0, least) if own.tokens else begun
+        if other.tokens:
+            by_other = self._by_match(begun, other, RECENT, least)
+            if sum(by_other.chances) > sum(self.by_text.chances):
+                self.by_text = by_other
+        self.guess = self.by_text
         if self._model is not None:
             count = min(left, MOST_BY_MODEL)
-            kinds = [*[FORCED] * len(forced), *[MODEL] * count]
-            self.by_model = Guess([*forced, *[BY_MODEL] * count], kinds)
-
-    def chances(self) -> list[float]:
-        """For each token of the guess how likely it is that it and all before it are right."""
-        return self._chances(self.guess.kinds)
-
-    def text_chances(self) -> list[float]:
-        """The same of what the texts say, whichever guess was chosen,"""
-        return self._chances(self._by_text.kinds)
-
-    def model_chances(self) -> list[float]:
-        """and of the guess that the draft model would make."""
-        return self._chances(self.by_model.kinds)
+            self.by_model = self._longer(begun, [BY_MODEL] * count, [MODEL] * count, least)
 
     def choose(self, by_model: bool) -> None:
         """The guess is the draft model's, or that of the texts."""
-        self.guess = self.by_model if by_model else self._by_text
+        self.guess = self.by_model if by_model else self.by_text
 
     @property
     def is_by_model(self) -> bool:
         return MODEL in self.guess.kinds
 
     def leave(self, token_ids: Sequence[int]) -> None:
-        """The sequence has ended with these tokens, which do not change any more: later ones may be guessed from it.
-
-        One that has got no token is forgotten.
-        """
-        if self._num_known:
-            self._lookup.index(token_ids)
-            self._recent.keep(self._scope, token_ids, self._lookup)
-
-    def _chances(self, kinds: Sequence[int]) -> list[float]:
-        found, chance = [], 1.0
-        for kind in kinds:
-            chance *= self._chance(kind)
-            found.append(chance)
-        return found
+        """The sequence has ended with these tokens, which do not change any more: later ones may be guessed from it."""
+        self._recent.keep(self._scope, token_ids, self._lookup)
 
     def decided(self, num_drafted: int) -> None:
         """So many tokens of the guess pay."""
         if self._model is not None and not (num_drafted and self.is_by_model):
             self._model.rest()
-        start = self.chances()[0] if num_drafted > 0 and not self._is_drafting else 0.0
+        start = self.guess.chances[0] if num_drafted > 0 and not self._is_drafting else 0.0
         self._is_drafting = num_drafted > 0
         self.start_share += _START_NEWS * (start - self.start_share)
 
-    def _learn(self, fresh: Sequence[int]) -> None:
-        for guessed, kind, token in zip(*self._by_text, fresh, strict=False):
-            is_right = guessed == token
+    def _by_match(self, begun: Guess, match: Match, first: int, least: float) -> Guess:
+        kinds = [first + _class_of(match.size + i) for i in range(len(match.tokens))]
+        return self._longer(begun, match.tokens, kinds, least)
+
+    def _longer(self, begun: Guess, tokens: Sequence[int], kinds: Sequence[int], least: float) -> Guess:
+        """The guess that goes on with tokens of these kinds, up to the first that does not pay: that it was right may
+        be learned.
+        """
+        chances = list(begun.chances)
+        chance = chances[-1] if chances else 1.0
+        known = self._model.chance if self._model is not None else 0.0
+        for kind in kinds:
+            if chance <= least:
+                break
+            chance *= known if kind == MODEL else self._chances[kind]
+            chances.append(chance)
+        count = len(chances) - len(begun.chances)
+        return Guess([*begun.tokens, *tokens[:count]], [*begun.kinds, *kinds[:count]], chances)
+
+    def _learn(self, fresh: Sequence[int], drafted: Drafted | None) -> None:
+        for guessed, kind, token in zip(self.by_text.tokens, self.by_text.kinds, fresh, strict=False):
             right, count = self._known[kind]
-            self._known[kind] = _DECAY * right + is_right, _DECAY * count + 1
-            if not is_right:
-                return
-
-    def _learn_drafted(self, drafted: Drafted, fresh: Sequence[int]) -> None:
-        assert self._model is not None, "a rank drafts by model where it is asked to"
-        for guessed, kind, token in zip(drafted.token_ids, self.by_model.kinds, fresh, strict=False):
-            if kind == MODEL:
-                self._model.learn(guessed == token)
-
-    def _chance(self, kind: int) -> float:
-        if kind == MODEL and self._model is not None:
-            return self._model.chance
-        right, count = self._known[kind]
-        return right / count
+            self._known[kind] = right, count = _DECAY * right + (guessed == token), _DECAY * count + 1
+            self._chances[kind] = right / count
+            if guessed != token:
+                break
+        self._short_chance = max([self._chances[kind] for kind in _SHORT])
+        if drafted is not None:
+            assert self._model is not None, "a rank drafts by model where it is asked to"
+            for guessed, kind, token in zip(drafted.token_ids, self.by_model.kinds, fresh, strict=False):
+                if kind == MODEL:
+                    self._model.learn(guessed == token)
 
 
 def _class_of(size: int) -> int:
     return min(size.bit_length(), len(_BY_AGREEMENT) - 1)
-
-
-def _guess_of(match: Match, first: int) -> Guess:
-    return Guess(match.tokens, [first + _class_of(match.size + i) for i in range(len(match.tokens))])
 
 
 def guesser_of(

@@ -13,10 +13,10 @@ from dataclasses import replace
 from itertools import islice
 
 from kvloom.contract.config import Limits
-from kvloom.engine.schedule.by_model import FREE, Price
+from kvloom.engine.schedule.by_model import Price
 from kvloom.engine.schedule.commit import is_void
 from kvloom.engine.schedule.cost import StepCost, decode_load, load_of
-from kvloom.engine.schedule.profit import STRETCH, Bid, best_rate, draft_lengths, pays_to_wait
+from kvloom.engine.schedule.profit import Base, Bid, best_rate, draft_lengths
 from kvloom.engine.schedule.seq import Plan, Seq, Status
 
 GAP_STEPS = 3.0  # default gap, in steps that decode all sequences that stream or wait to
@@ -46,36 +46,28 @@ class Pace:
         load = decode_load([seq for seq in seqs if _is_decoding(seq)], 0)
         return self._cost.step_s(load) if load.num_tokens and self._cost.is_known else 0.0
 
-    def draft_lengths(
-        self, seqs: Sequence[Seq], chances: Sequence[Sequence[float]], gap_s: float, prices: Sequence[Price] = ()
-    ) -> list[int]:
-        """How many tokens to draft for each of the decoding `seqs`; see profit.py. `chances`: of their guesses;
-        `prices`: what a draft model takes for these; none if there is none.
-        """
-        if not self._cost.is_known or not any(chances):
-            return [0] * len(seqs)
-        each = zip(seqs, chances, prices or [FREE] * len(seqs), strict=True)
-        bids = [self._bid(seq, own, price) for seq, own, price in each]
-        return draft_lengths(bids, len(seqs), self._cost.step_s(decode_load(seqs, 0)), gap_s)
-
-    def draft_rate(self, seqs: Sequence[Seq], seq: Seq, chances: Sequence[float], price: Price) -> float:
-        """Tokens a second of one of the decoding `seqs` that drafts what pays of a guess; 0 before the first step."""
+    def base(self, seqs: Sequence[Seq], gap_s: float) -> Base | None:
+        """The step that decodes `seqs` without drafts; None before the first step."""
         if not self._cost.is_known:
-            return 0.0
-        base_s = self._cost.step_s(decode_load(seqs, 0)) / len(seqs)
-        return best_rate(self._bid(seq, chances, price), max(base_s, 1e-12))
+            return None
+        return Base(len(seqs), max(self._cost.step_s(decode_load(seqs, 0)), 1e-12), gap_s)
 
-    def stretch_s(self, seqs: Sequence[Seq]) -> float:
-        """Seconds by which drafts may lengthen a step that decodes `seqs`; see profit.py."""
-        return STRETCH * self._cost.step_s(decode_load(seqs, 0)) if self._cost.is_known else 0.0
+    def least_chance(self, base: Base, most: int) -> float:
+        """Of a guessed token to pay in such a step, whatever sequence it is of; see profit.py."""
+        return base.least_chance(self._cost.least_row_s, most)
+
+    def draft_lengths(self, guesses: Sequence[tuple[Seq, Sequence[float], Price]], base: Base) -> list[int]:
+        """How many tokens of each guess to draft; see profit.py. Of a guess: the sequence, the chances of its tokens,
+        and what a draft model takes for it.
+        """
+        return draft_lengths([self._bid(*guess) for guess in guesses], base)
+
+    def draft_rate(self, seq: Seq, chances: Sequence[float], price: Price, base: Base) -> float:
+        """Tokens a second of a sequence of this step that drafts what pays of a guess."""
+        return best_rate(self._bid(seq, chances, price), base.seconds / base.num_seqs)
 
     def _bid(self, seq: Seq, chances: Sequence[float], price: Price) -> Bid:
         return Bid(chances, self._cost.row_s(seq), bool(seq.states), price.pass_s, price.num_given)
-
-    def pays_to_wait(self, seqs: Sequence[Seq], start_shares: Sequence[float], gap_s: float) -> bool:
-        """Whether the decoding `seqs` should wait for the tokens before their steps; see profit.py."""
-        base_s = self._cost.step_s(decode_load(seqs, 0)) if self._cost.is_known else 0.0
-        return pays_to_wait(start_shares, base_s, gap_s)
 
     def limited(self, limits: Limits, seqs: Sequence[Seq]) -> Limits:
         """`limits` with the token budget of the next step."""

@@ -51,13 +51,30 @@ def best_rate(bid: Bid, base_s: float) -> float:
     return best
 
 
-def draft_lengths(bids: Sequence[Bid], num_seqs: int, base_s: float, gap_s: float) -> list[int]:
-    """How many tokens to draft for each bid. `num_seqs`: sequences of the step, which takes `base_s` without drafts;
-    `gap_s`: seconds that pass before a step with drafts and before no other.
+class Base(NamedTuple):
+    """A step of `num_seqs` sequences without drafts, which takes `seconds`. `gap_s`: seconds that pass before a step
+    with drafts and before no other.
     """
+
+    num_seqs: int
+    seconds: float
+    gap_s: float
+
+    def least_chance(self, row_s: float, most: int) -> float:
+        """A guessed token whose row takes `row_s` or more does not pay if it is less likely right. 1 if none pays,
+        though each sequence drafted `most` tokens and all were right.
+        """
+        if most * (self.seconds - self.num_seqs * row_s) <= self.gap_s:
+            return 1.0
+        return self.num_seqs * row_s / (self.seconds + self.gap_s)
+
+
+def draft_lengths(bids: Sequence[Bid], base: Base) -> list[int]:
+    """How many tokens to draft for each bid. Sequences of the step that may not draft make no bid."""
     lengths = [0] * len(bids)
     rows = sorted((-rate, i, row_s) for i, bid in enumerate(bids) for rate, row_s in bid.rates())
-    num_tokens, step_s = float(num_seqs), base_s + gap_s
+    num_seqs, base_s = base.num_seqs, base.seconds
+    num_tokens, step_s = float(num_seqs), base_s + base.gap_s
     longest_s = step_s + STRETCH * base_s if num_seqs > 1 else float("inf")
     for rate, i, row_s in rows:
         if -rate * step_s <= num_tokens or step_s + row_s > longest_s:
@@ -68,12 +85,12 @@ def draft_lengths(bids: Sequence[Bid], num_seqs: int, base_s: float, gap_s: floa
     return lengths if num_tokens * base_s > num_seqs * step_s else [0] * len(bids)
 
 
-def pays_to_wait(start_shares: Sequence[float], base_s: float, gap_s: float) -> bool:
+def pays_to_wait(start_shares: Sequence[float], base: Base) -> bool:
     """Whether steps of sequences that draft nothing now should wait for the tokens before them, in case that these
     bring guesses that pay. `start_shares`: for each how often they do; a step under way then brings one token where it
     could bring many.
     """
-    return sum(start_shares) * base_s > len(start_shares) * gap_s
+    return sum(start_shares) * base.seconds > base.num_seqs * base.gap_s
 
 
 class Turnaround:
