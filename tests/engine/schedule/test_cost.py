@@ -133,6 +133,22 @@ def test_another_speed_of_the_machine_is_learned_in_some_steps(times):
         assert cost.step_s(load) == pytest.approx(times * seconds_of(load), rel=0.15)
 
 
+@pytest.mark.parametrize(("first_s", "then_s"), [(0.0003, 0.006), (0.006, 0.0003)])
+@pytest.mark.parametrize("num_rows", [(1, 6), (1, 3, 9)])
+def test_a_row_that_is_believed_too_cheap_is_learned_as_soon_as_one_too_dear(first_s, then_s, num_rows):
+    draw = random.Random(9)
+
+    def step(row_s: float, *counts: int) -> tuple[Load, float]:
+        count = draw.choice(counts)
+        return Load(count, count, 300 * count), (0.02 + row_s * count) * draw.uniform(0.95, 1.05)
+
+    cost = taught([step(first_s, 1, 2, 6) for _ in range(100)])
+    for _ in range(70):
+        cost.learn(*step(then_s, *num_rows))
+    assert cost.step_s(Load(6, 6, 1800)) == pytest.approx(0.02 + 6 * then_s, rel=0.2)
+    assert cost.row_s(Seq(0, [1] * 300, 300)) == pytest.approx(then_s, rel=0.4, abs=0.001)
+
+
 def test_decodes_alone_do_not_wash_out_what_a_prompt_costs():
     draw = random.Random(7)
     cost = taught([(load, seconds_of(load)) for load in loads(draw, 200)])

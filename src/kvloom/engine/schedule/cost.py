@@ -3,7 +3,8 @@
 A step's time is modelled as a sum over the amounts of its load, each times a cost per unit that is never negative. The
 costs are the state of a Kalman filter with drift: what a step shares with earlier ones is known well and moves little;
 what was not seen for long is uncertain and learned at once. Errors are relative to the larger of the expected and the
-measured time, so a step that was delayed from outside, however long, moves the costs little.
+measured time, so a step that was delayed from outside, however long, moves the costs little. Where many steps take
+longer than expected, they were not delayed: then a cost that is believed too low drifts as fast as one too high.
 """
 
 import math
@@ -17,6 +18,9 @@ _LEAST_S = 1e-9  # of any step, however small
 _NOISE = 0.1  # standard deviation of a step's time, relative
 _SPEED = 0.02**2  # variance that all costs gain together from one step to the next, relative
 _OWN = 0.005**2  # and each one by itself, relative to its usual value
+_SURPRISE = 3 * _NOISE  # a step that takes so much longer than expected, relative, is a surprise
+_NEWS, _KEPT = 0.2, 0.92  # a surprise and any other step move the share of surprises by these
+_OFTEN, _AT_MOST = 0.5, 1000.0  # where surprises are more often than this, costs drift by up to so much more
 # of a symmetric matrix, whose upper triangle is kept in a list
 _ROWS = ((0, 1, 2, 3), (1, 4, 5, 6), (2, 5, 7, 8), (3, 6, 8, 9))
 
@@ -68,6 +72,7 @@ class StepCost:
     def __init__(self) -> None:
         self._parts: Four = (0.0, 0.0, 0.0, 0.0)  # seconds per unit of each part
         self._spread: list[float] = []  # their covariance, its rows as in _ROWS
+        self._surprises = 0.0  # share of the last steps that took longer than expected
 
     @property
     def is_known(self) -> bool:
@@ -125,6 +130,8 @@ class StepCost:
             return
         expected_s = _dot(self._parts, amounts)
         scale_s = max(seconds, expected_s)
+        is_surprise = seconds - expected_s > _SURPRISE * scale_s
+        self._surprises = self._surprises + _NEWS * (1 - self._surprises) if is_surprise else _KEPT * self._surprises
         self._drift(expected_s / _dot(_USUAL, amounts))
         one, token, sample, kilopair = amounts
         seen = one / scale_s, token / scale_s, sample / scale_s, kilopair / scale_s
@@ -165,9 +172,10 @@ class StepCost:
             *(cc + all_c * c, cd + all_c * d),
             dd + all_d * d,
         ]
+        own = _OWN * max(1.0, _AT_MOST * (self._surprises - _OFTEN) / (1 - _OFTEN))
         for i, row in enumerate(_ROWS):
             most = max(self._parts[i], unit_s * _USUAL[i]) ** 2  # no more than when nothing was known
-            known = spread[row[i]] + _OWN * most
+            known = spread[row[i]] + own * most
             if known > most:
                 share = math.sqrt(most / known)
                 for j in row:
