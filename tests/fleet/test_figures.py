@@ -36,6 +36,16 @@ def test_what_a_lost_replica_had_counted_stays_in_the_sums_and_what_it_held_does
     assert totals.sum([view("b", 24)]).decode_step_s == 0.5
 
 
+def test_accepted_tokens_are_added_by_position_also_where_a_replica_had_fewer_positions():
+    def accepted(id: str, *counts: int) -> View:
+        stats = Stats(accepted_by_position=counts, step_tokens=Histogram(STEP_TOKEN_BOUNDS))
+        return View(id, stats={"figures": told(stats)})
+
+    totals = Totals()
+    assert totals.sum([accepted("a", 5, 3, 1), accepted("b"), accepted("c", 2)]).accepted_by_position == (7, 3, 1)
+    assert totals.sum([accepted("c", 4, 1)]).accepted_by_position == (9, 4, 1)
+
+
 def test_a_replica_that_is_found_again_is_counted_once():
     totals = Totals()
     for views in ([view("a", 80)], [], [view("a", 88)]):

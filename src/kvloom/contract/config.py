@@ -230,7 +230,7 @@ class EngineConfig:
 
 def _check_draft_model(config: EngineConfig) -> None:
     if config.num_speculative_tokens == 0:
-        raise BadRequest("draft_model", "has no effect with num_speculative_tokens 0, which guesses nothing")
+        raise BadRequest("draft_model", "has no effect where 0 tokens are guessed ahead")
     if config.backend == "fake":
         raise BadRequest("draft_model", "has no effect with a mock, which has no weights")
     if config.world_size > 1:

@@ -257,8 +257,10 @@ class RankInfo(msgspec.Struct, array_like=True):
 
     @property
     def block_bytes(self) -> tuple[int, int]:
-        """Of a block of all tokens, and of one of a window's."""
-        all_bytes = (self.kv_bytes - self.window_bytes) // max(1, self.num_blocks)
+        """Of a block of all tokens, and of one of a window's: what is swapped and kept elsewhere, so without the draft
+        model's part.
+        """
+        all_bytes = (self.kv_bytes - self.window_bytes - self.draft_bytes[1]) // max(1, self.num_blocks)
         return all_bytes, self.window_bytes // max(1, self.num_window_blocks)
 
     @property

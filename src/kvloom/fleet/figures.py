@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import zip_longest
 from typing import Any
 
 from kvloom.engine.counts import STEP_TOKEN_BOUNDS
@@ -18,7 +19,8 @@ _SUMS = [f.name for f in fields(Stats) if isinstance(f.default, int | float) and
 def told(stats: Stats) -> dict[str, Any]:
     """As plain values, which are sent to routers."""
     plain = {name: getattr(stats, name) for name in (*_SUMS, *_MEANS)}
-    return plain | {"step_tokens": [stats.step_tokens.counts, stats.step_tokens.sum]}
+    steps, accepted = [stats.step_tokens.counts, stats.step_tokens.sum], list(stats.accepted_by_position)
+    return plain | {"step_tokens": steps, "accepted_by_position": accepted}
 
 
 class Totals:
@@ -44,7 +46,7 @@ class Totals:
 def _counters(figures: Mapping[str, Any]) -> dict[str, Any]:
     """The same with all gauges at 0."""
     kept = {name: 0 for name in figures} | {name: figures[name] for name in figures if name.startswith("total_")}
-    return kept | {"step_tokens": figures["step_tokens"]}
+    return kept | {name: figures[name] for name in ("step_tokens", "accepted_by_position")}
 
 
 def sum_of(figures: Sequence[Mapping[str, Any]]) -> Stats:
@@ -55,7 +57,8 @@ def sum_of(figures: Sequence[Mapping[str, Any]]) -> Stats:
     for each in figures:
         counts, total = each["step_tokens"]
         steps.merge(counts, total)
-    return Stats(**values, step_tokens=steps)
+    accepted = zip_longest(*(each["accepted_by_position"] for each in figures), fillvalue=0)
+    return Stats(**values, step_tokens=steps, accepted_by_position=tuple(map(sum, accepted)))
 
 
 def replica_figures(view: View) -> ReplicaFigures:

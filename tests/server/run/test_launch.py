@@ -23,5 +23,5 @@ def test_a_draft_model_is_found_as_a_model_is(smollm2_path):
     resolve_models(settings)
     (card,) = settings.build().models
     assert card.engine.draft_model == card.engine.model == str(smollm2_path)
-    with pytest.raises(ModelError, match="nowhere"):
+    with pytest.raises(ModelError, match="draftModel: 'nowhere' is neither a folder"):
         resolve_models(Settings({"models": [{"model": "smollm2", "draft_model": "nowhere"}]}))

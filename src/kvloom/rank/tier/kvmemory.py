@@ -51,6 +51,6 @@ class KvMemory:
         own, told = (self.num_blocks, self.block_size), (info.num_blocks, info.block_size)
         if own != told:
             raise ModelError(f"the KV cache has blocks and tokens {list(own)}, the engine is told {list(told)}")
-        num_bytes = info.kv_bytes - info.window_bytes
+        num_bytes = info.kv_bytes - info.window_bytes - info.draft_bytes[1]
         if not 0 <= num_bytes - own[0] * self.block_bytes < self.block_bytes:
             raise ModelError(f"the KV cache has {num_bytes} bytes, its blocks {own[0]} times {self.block_bytes}")

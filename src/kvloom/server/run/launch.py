@@ -105,7 +105,7 @@ def resolve_model(model: dict[str, Any], may_fetch: bool = True) -> None:
         return
     path = _path_of(name, may_fetch)
     if draft := model.get("draft_model"):
-        model["draft_model"] = str(_path_of(draft, may_fetch))
+        model["draft_model"] = str(_draft_path(draft, may_fetch))
     texts = {"prompts": prompts_of(path), "message_form": message_form(path)}
     model.update(model=str(path), torch_dtype=_dtype_of(path), **texts)
 
@@ -114,6 +114,13 @@ def _path_of(name: str, may_fetch: bool) -> Path:
     path = fetch(name) if name in MODELS and may_fetch else find_weights(find_model(name))
     check_files(path)
     return path
+
+
+def _draft_path(name: str, may_fetch: bool) -> Path:
+    try:
+        return _path_of(name, may_fetch)
+    except ModelError as error:
+        raise ModelError(f"draftModel: {error}") from None
 
 
 def check_files(path: Path) -> None:
