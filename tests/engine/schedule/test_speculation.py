@@ -42,6 +42,13 @@ def test_the_longest_match_wins_and_of_equal_ones_the_latest():
     assert guessed(PromptLookup(1, 1), [3, 4, 3, 5, 3], 2) == ([5, 3], 1)
 
 
+def test_what_came_behind_the_end_of_the_last_time_is_found():
+    lookup = PromptLookup(2, 2)
+    assert guessed(lookup, [1, 2, 3]) == ([], 0)
+    assert guessed(lookup, [1, 2, 3, 7, 2, 3]) == ([7, 2, 3], 2)
+    assert guessed(lookup, [1, 2, 3, 7, 2, 3, 8, 2, 3]) == ([8, 2, 3], 2)
+
+
 def test_a_text_that_is_predicted_is_looked_up_too():
     lookup = PromptLookup(2, 4, [5, 6, 7, 8, 9])
     assert guessed(lookup, [1, 5, 6], 2) == ([7, 8], 2)
