@@ -93,11 +93,11 @@ def weight_bytes(config: EngineConfig, backend: str, spec: DecoderSpec, form_of:
     if backend == "reference":
         return num_weights(spec) * _ITEM_BYTES.get(config.dtype, 4)
     kept = weight_format(config, spec, form_of)
-    table = spec.vocab_size * spec.hidden
+    table = 0 if spec.joins_states else spec.vocab_size * spec.hidden
     if kept == STORED:
         shapes = {name: math.prod(shape) for name, shape in _held(spec).items() if len(shape) > 1}
         bits = sum(size * FORM_BITS[form_of(name) or UNQUANTISED_FORM] for name, size in shapes.items())
-        return int(bits / 8) + (0 if form_of("embed") else _unquantised_table(spec))
+        return int(bits / 8) + (0 if form_of("embed") or not table else _unquantised_table(spec))
     packed = num_weights(spec) - (0 if spec.tie_embeddings else table)  # the head is packed, the embedding is not
     return int(packed * _PACKED_BYTES[kept]) + table * _EMBED_BYTES
 
@@ -122,4 +122,5 @@ def num_weights(spec: DecoderSpec) -> int:
 
 def _held(spec: DecoderSpec) -> Shapes:
     """The tensors that are held in memory."""
-    return {name: shape for name, shape in spec.tensor_shapes().items() if name not in _IN_FILE}
+    elsewhere = (*_IN_FILE, "embed", "head") if spec.joins_states else _IN_FILE
+    return {name: shape for name, shape in spec.tensor_shapes().items() if name not in elsewhere}

@@ -106,14 +106,15 @@ _NO_NAMES: Mapping[str, str] = {}
 
 
 def file_name(name: str, own: Mapping[str, str] = _NO_NAMES) -> str:
-    """GGUF's name of a canonical tensor; `own`: names of a layer's tensors that differ."""
+    """GGUF's name of a canonical tensor; `own`: names of a layer's tensors that differ, and "layers": of a layer."""
     if "." not in name:
         return own.get(name) or TOP_NAMES[name]
     _, index, part = name.split(".", 2)
+    at = own.get("layers", "blk.{}").format(index)
     if part.startswith("experts."):
         _, expert, part = part.split(".")
-        return f"blk.{index}.{LAYER_NAMES[part].removesuffix('weight')}{expert}.weight"
-    return f"blk.{index}.{own.get(part) or LAYER_NAMES[part]}"
+        return f"{at}.{LAYER_NAMES[part].removesuffix('weight')}{expert}.weight"
+    return f"{at}.{own.get(part) or LAYER_NAMES[part]}"
 
 
 def stacking_of(header: Header) -> Stacking:

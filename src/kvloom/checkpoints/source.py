@@ -122,14 +122,14 @@ class WeightSource(Protocol):
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """A ModelError that does not name the file or folder does so behind this."""
+def naming(path: Path, field: str = "") -> Iterator[None]:
+    """A ModelError that does not name the file or folder does so behind this, and begins with `field`."""
     try:
         yield
     except ModelError as error:
-        if str(path) in str(error):
+        if str(path) in str(error) and not field:
             raise
-        raise ModelError(f"{path}: {error}") from error
+        raise ModelError(f"{field}{'' if str(path) in str(error) else f'{path}: '}{error}") from error
 
 
 class CheckedWeights:

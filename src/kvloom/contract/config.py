@@ -17,6 +17,7 @@ BACKEND_NAMES = {  # as options and files give them
     "mock": "fake",
     "fake": "fake",
 }
+MTP = "mtp"  # as draft_model: the head in the model's own files (multi-token prediction)
 POLICIES = (0, 1, 3)
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHT_FORMATS = ("auto", "stored", "w8a8", "w4a8", "bf16")
@@ -146,7 +147,7 @@ class EngineConfig:
     decode_ms_per_seq: int = 0
     max_queue_delay_s: float = 0.0
     num_speculative_tokens: int = -1  # most tokens guessed for a sequence; -1 = lookup.MOST_TOKENS, 0 = off
-    draft_model: str = ""  # a folder or a .gguf file: a smaller model that guesses too; "" = none
+    draft_model: str = ""  # a folder or a .gguf file: a smaller model that guesses too; MTP; "" = none
     prompt_lookup_min: int = 2  # shortest and longest n-gram that is looked up
     prompt_lookup_max: int = 8
     max_draft_tokens: int = 64  # as in Limits

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvloom.contract.config import EngineConfig
+from kvloom.contract.config import MTP, EngineConfig
 from kvloom.contract.messages import BY_MODEL, Batch, StepOutput
 from kvloom.engine.live import Live
 from kvloom.engine.schedule.by_model import FREE, Belief, ModelCost, Price
@@ -26,6 +26,7 @@ class Drafting:
         self._model = Belief() if config.draft_model else None
         self._model_cost = ModelCost()
         self._turn = 0  # number of the sequence that learns what seldom pays
+        self._reads_along = config.draft_model == MTP  # so little of a text is lacking when it guesses
         self._room = 0  # tokens of texts that the draft model may read in the next step
         self._num_drafted: dict[int, int] = {}  # tokens that the last step drafted by model, by sequence
 
@@ -136,6 +137,7 @@ class Drafting:
     def _choose(self, seq: Seq, guesser: Guesser, num_sharing: int, base: Base) -> Price:
         """Let a sequence take the guess that brings most tokens a second. Returns what the draft model takes for it."""
         num_read = seq.num_cached if guesser.num_read is None else guesser.num_read
+        num_read = len(seq.token_ids) - 1 if self._reads_along else num_read
         num_given = len(guesser.by_model.tokens) - guesser.by_model.tokens.count(BY_MODEL)
         price = self._model_cost.price(seq, num_read, num_given, num_sharing)
         by_text = self._pace.draft_rate(seq, guesser.by_text.chances, FREE, base)

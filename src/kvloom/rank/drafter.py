@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvloom.contract.messages import BY_MODEL, Batch, Drafted, DraftLoad, StepOutput, Work
-from kvloom.rank.kernels.backend import Backend, Ragged
+from kvloom.rank.kernels.backend import Backend, Floats, Head, Ragged
 from kvloom.rank.kv_blocks import KvBlocks, padded
 from kvloom.rank.pages import release_blocks
 from kvloom.rank.steady import choices_of
@@ -23,16 +23,26 @@ LEAST_ROOM = 64  # tokens of a step that it may compute of texts in any case
 
 
 @dataclass(slots=True, eq=False)
-class _Seq:
+class Read:
+    """A sequence, as far as the draft model has read it."""
+
     blocks: list[int]
     num_known: int  # tokens, from the first, whose keys and values it has
     num_whole: int  # blocks of these tokens that are marked as whole
     text: list[int] = field(default_factory=list)  # of the step under way: known tokens, then the draft so far
     end: int = 0  # length that the text is to have
 
+    def give(self, first: int, blocks: Sequence[int], block_size: int) -> None:
+        """It has these blocks from number `first` on; what lay in others there is lost."""
+        if len(self.blocks) > first:
+            self.num_known, self.num_whole = min(self.num_known, first * block_size), min(self.num_whole, first)
+        self.blocks[first:] = blocks
+
 
 class Drafter:
     """Guesses greedily, for all sequences of a step together. Owned by the runner, which shows it each batch."""
+
+    wants_states = False  # of the model, of each token that it computes
 
     def __init__(self, backend: Backend, max_seq_len: int, vocab_size: int) -> None:
         """`max_seq_len`: tokens that it can attend to; `vocab_size`: of the model that checks its guesses."""
@@ -40,10 +50,11 @@ class Drafter:
         self._own_vocab_size = backend.whole_spec.vocab_size
         self._blocks = KvBlocks(backend)
         self._is_whole = bytearray(backend.num_blocks)  # of each block, whether it has all its keys and values
-        self._seqs: dict[int, _Seq] = {}
+        self._seqs: dict[int, Read] = {}
         self._asked: list[int] = []  # sequences that draft in the step under way
-        self._going_on: list[_Seq] = []  # those of its last pass, if the next one may go on from that
+        self._going_on: list[Read] = []  # those of its last pass, if the next one may go on from that
         self._load = DraftLoad()
+        self._head: Head | None = None  # of the last pass
 
     @property
     def weight_bytes(self) -> int:
@@ -69,7 +80,7 @@ class Drafter:
                 self._seqs[work.id] = self._begin(work)
             elif work.blocks:
                 self._lose(work.blocks)
-                self._seqs[work.id].blocks[work.first_block :] = work.blocks
+                self._seqs[work.id].give(work.first_block, work.blocks, self._blocks.block_size)
 
     def draft(self, works: Sequence[Work], text_of: TextOf, room: int, output: StepOutput) -> list[Work]:
         """The works, with a guess for each BY_MODEL of their drafts; fewer where a text would become too long, none
@@ -100,29 +111,35 @@ class Drafter:
         output.draft_load = self._load
         return done
 
-    def settle(self, text_of: TextOf) -> None:
-        """The step has ended: of what was read, what the sequences have got holds, and is found by later ones."""
+    def settle(self, works: Sequence[Work], states: Floats, text_of: TextOf) -> None:
+        """The step of `works` has ended: of what was read, what the sequences have got holds, and is found by later
+        ones. states [rows, hidden]: the model's, of all tokens of the step, if `wants_states`.
+        """
         for id in self._asked:
             seq = self._seqs[id]
             seq.num_known = min(seq.num_known, len(text_of(id)) - 1)
-            num_whole = seq.num_known // self._blocks.block_size
-            for block in seq.blocks[seq.num_whole : num_whole]:
-                self._is_whole[block] = True
-            seq.num_whole = max(seq.num_whole, num_whole)
+            self._mark(seq)
         self._asked = []
+
+    def _mark(self, seq: Read) -> None:
+        """Blocks that are read whole are found by later sequences."""
+        num_whole = seq.num_known // self._blocks.block_size
+        for block in seq.blocks[seq.num_whole : num_whole]:
+            self._is_whole[block] = True
+        seq.num_whole = max(seq.num_whole, num_whole)
 
     def _lose(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             self._is_whole[block] = False
 
-    def _begin(self, work: Work) -> _Seq:
+    def _begin(self, work: Work) -> Read:
         """A sequence that comes, or comes back: it begins behind the blocks that were computed for others."""
         num_found = work.start // self._blocks.block_size
         self._lose(work.blocks[num_found:])
         self._lose(block for _, block in work.loads)
         flags = [self._is_whole[block] for block in work.blocks[:num_found]]
         num_whole = flags.index(False) if False in flags else num_found
-        return _Seq(list(work.blocks), num_whole * self._blocks.block_size, num_whole)
+        return Read(list(work.blocks), num_whole * self._blocks.block_size, num_whole)
 
     def _ask(self, work: Work, known: Sequence[int]) -> int:
         """Returns where the draft begins in the sequence's text."""
@@ -131,7 +148,7 @@ class Drafter:
         seq.end = min(len(known) + len(work.draft), self._max_seq_len + 1)
         return len(known)
 
-    def _missing(self, seqs: Sequence[_Seq], room: int) -> list[tuple[_Seq, int]]:
+    def _missing(self, seqs: Sequence[Read], room: int) -> list[tuple[Read, int]]:
         """How many tokens of which text to read first: `room` at most."""
         found = []
         for seq in seqs:
@@ -141,7 +158,7 @@ class Drafter:
                 room -= count
         return found
 
-    def _read(self, reading: Sequence[tuple[_Seq, int]]) -> list[int]:
+    def _read(self, reading: Sequence[tuple[Read, int]]) -> list[int]:
         """Compute so many more tokens of each text. Returns what it guesses to follow them."""
         seqs = [seq for seq, _ in reading]
         self._count(reading)
@@ -150,23 +167,26 @@ class Drafter:
             tokens = self._backend.step_again([])
         else:
             rows = np.cumsum([count for _, count in reading], dtype=np.int32) - 1
-            head = self._backend.step(
-                self._inputs(reading), rows, [1] * len(seqs), None, choices_of([None] * len(seqs))
-            )
+            states, choices = rows if self.wants_states else None, choices_of([None] * len(seqs))
+            head = self._head = self._backend.step(self._inputs(reading), rows, [1] * len(seqs), states, choices)
             tokens = head.tokens if head.tokens.size else head.ids[:, 0]
             self._going_on = seqs if is_single and head.tokens.size else []
         for seq, count in reading:
             seq.num_known += count
+        self._keep_states(seqs)
         return [int(token) for token in tokens]
 
-    def _inputs(self, reading: Sequence[tuple[_Seq, int]]) -> Ragged:
+    def _keep_states(self, seqs: Sequence[Read]) -> None:
+        """A pass has read so much of each; self._head has what it gave."""
+
+    def _inputs(self, reading: Sequence[tuple[Read, int]]) -> Ragged:
         ids = [id for seq, count in reading for id in seq.text[seq.num_known : seq.num_known + count]]
         pos = [p for seq, count in reading for p in range(seq.num_known, seq.num_known + count)]
         starts = np.cumsum([0, *(count for _, count in reading)], dtype=np.int32)
         own = np.array([id if id < self._own_vocab_size else 0 for id in ids], np.int32)
         return Ragged(own, np.array(pos, np.int32), starts, padded([seq.blocks for seq, _ in reading]))
 
-    def _count(self, reading: Sequence[tuple[_Seq, int]]) -> None:
+    def _count(self, reading: Sequence[tuple[Read, int]]) -> None:
         load = self._load
         load.num_passes += 1
         load.num_tokens += sum(count for _, count in reading)

@@ -11,10 +11,12 @@ from typing import Any, cast
 from kvloom.checkpoints import footprint
 from kvloom.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.guess_head import open_guess_head
+from kvloom.checkpoints.source import naming
 from kvloom.checkpoints.unread import told
 from kvloom.checkpoints.windows import reach_of
 from kvloom.contract.capacity import CacheShape, CapacityRequest, Machine, Pools, Windows, plan_pools
-from kvloom.contract.config import EngineConfig
+from kvloom.contract.config import MTP, EngineConfig
 from kvloom.contract.errors import ModelError, OutOfMemory
 from kvloom.contract.messages import Progress, RankInfo
 from kvloom.contract.tokenizer import Tokenizer
@@ -22,6 +24,7 @@ from kvloom.limits import available_bytes
 from kvloom.rank.drafter import Drafter
 from kvloom.rank.facts import ModelFacts
 from kvloom.rank.grammar.guides import Guides
+from kvloom.rank.head_drafter import HeadDrafter
 from kvloom.rank.kernels.backend import Backend
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions, check_kernels
 from kvloom.rank.kernels.kept import kept_weights
@@ -72,9 +75,12 @@ def open_files(config: EngineConfig) -> tuple[Checkpoint, int]:
     checkpoint = replace(checkpoint, spec=checkpoint.spec.served(max_seq_len))
     if not config.draft_model:
         return checkpoint, max_seq_len
-    draft = open_checkpoint(Path(config.draft_model))
     if not checkpoint.spec.has_logits or checkpoint.spec.sees_ahead:
         raise ModelError(f"draft_model: {config.model} generates no text, so nothing is guessed for it")
+    if config.draft_model == MTP:
+        with naming(checkpoint.path, "draft_model: "):
+            return replace(checkpoint, draft=open_guess_head(checkpoint)), max_seq_len
+    draft = open_checkpoint(Path(config.draft_model))
     if not draft.spec.has_logits or draft.spec.sees_ahead:
         raise ModelError(f"draft_model: {config.draft_model} generates no text")
     if draft.spec.state_floats:
@@ -84,8 +90,13 @@ def open_files(config: EngineConfig) -> tuple[Checkpoint, int]:
 
 
 def _draft_config(config: EngineConfig) -> EngineConfig:
-    """As the draft model is loaded: in the bits of its file, because each pass reads all of it."""
-    return replace(config, model=config.draft_model, draft_model="", weight_format=footprint.STORED)
+    """As the draft model is loaded: in the bits of its file, because each pass reads all of it; a head of the model's
+    own files in these or in the bits that were asked for.
+    """
+    if config.draft_model != MTP:
+        return replace(config, model=config.draft_model, draft_model="", weight_format=footprint.STORED)
+    is_asked = config.weight_format != "auto"
+    return replace(config, draft_model="", weight_format=config.weight_format if is_asked else footprint.STORED)
 
 
 def _open_drafter(config: EngineConfig, checkpoint: Checkpoint, backend: Backend) -> Drafter | None:
@@ -96,20 +107,26 @@ def _open_drafter(config: EngineConfig, checkpoint: Checkpoint, backend: Backend
         beside = _open_beside(_draft_config(config), draft, backend)
     except ModelError as error:
         raise ModelError(f"draft_model: {config.draft_model}: {error}") from error
+    if draft.spec.joins_states:
+        return HeadDrafter(beside, draft.spec.max_seq_len, checkpoint.spec.vocab_size)
     return Drafter(beside, draft.spec.max_seq_len, checkpoint.spec.vocab_size)
 
 
 def _open_beside(config: EngineConfig, checkpoint: Checkpoint, backend: Backend) -> Backend:
-    """A backend of the same kind, with blocks of the same numbers and sizes. Raises ModelError."""
+    """A backend of the same kind, with blocks of the same numbers and sizes. Raises ModelError. A head that guesses
+    shares tables of `backend`, and is packed at each start: it is one layer.
+    """
     spec, weights = checkpoint.spec, checkpoint.weights
     if backend.name == "cpu":
         formats = footprint.weight_format(config, spec, weights.form), footprint.kv_dtype(config, "cpu")
-        packed = _packed(config, checkpoint)
-        options = CpuOptions(*formats, packed=packed, block_size=backend.block_size, num_states=0)
+        lent = cast(CpuBackend, backend).lends if spec.joins_states else None
+        packed = None if lent else _packed(config, checkpoint)
+        options = CpuOptions(*formats, packed=packed, block_size=backend.block_size, num_states=0, lent=lent)
         return CpuBackend(spec, weights, backend.num_blocks, options)
     torch_backend = _torch_backend(_needs_torch(config))
     mesh = torch_backend.join_mesh(config, 0, "")
     options = torch_backend.options_of(config, backend.block_size, mesh, Pools(backend.num_blocks, 0))
+    options = replace(options, lender=backend if spec.joins_states else None)
     return cast(Backend, torch_backend.ReferenceBackend(spec, weights, backend.num_blocks, options))
 
 

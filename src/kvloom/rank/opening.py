@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from kvloom.contract.config import BACKENDS, EngineConfig
+from kvloom.contract.config import BACKENDS, MTP, EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Progress
 from kvloom.contract.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ def open_engine(
 
 def check_draft_model(config: EngineConfig, vocabulary: Callable[[], Tokenizer]) -> None:
     """Raises ModelError if there is a draft model and its vocabulary is another one."""
-    if config.draft_model:
+    if config.draft_model not in ("", MTP):
         same = import_module("kvloom.engine.text.same_tokens")
         same.check_same_tokens(vocabulary(), model_tokenizer(config.draft_model), config.draft_model)
 

@@ -94,6 +94,7 @@ class ModelRunner:
         self._swap = SwapCache(self._blocks.parts, num_host_blocks, backend.copy, self._windows.parts, states)
         self.info = info_of(backend, facts, self._swap, drafter)
         self._backend, self._drafter = backend, drafter
+        self._wants_states = drafter is not None and drafter.wants_states
         self._eos_ids = [id for id in facts.eos_ids if 0 <= id < facts.vocab_size]  # files write -1 for none
         self._states: dict[int, _State] = {}
         self._guides = guides
@@ -242,8 +243,13 @@ class ModelRunner:
             output.prompt_logprobs.append(PromptLogprobs(id, first, values))
             start += len(following)
         if self._drafter is not None:
-            self._drafter.settle(self._text_of)
-        is_steady = bool(tokens) and all(chosen) and len(chosen) == len(batch.ids) == len(works) == len(self._works)
+            self._drafter.settle(works, head.states, self._text_of)
+        is_steady = (
+            not self._wants_states
+            and bool(tokens)
+            and all(chosen)
+            and len(chosen) == len(batch.ids) == len(works) == len(self._works)
+        )
         self._steady = self._keep(works, batch) if is_steady else None
 
     def _written_out(self, works: Sequence[Work]) -> list[Work]:
@@ -382,4 +388,6 @@ class ModelRunner:
                 prompt_rows += range(row, row + len(following))
             first_row += work.num_tokens
         wanted.rows.extend(prompt_rows)
+        if self._wants_states:
+            wanted.states.extend(range(first_row))
         return wanted

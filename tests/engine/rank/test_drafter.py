@@ -78,7 +78,7 @@ class Desk:
     def end(self, *texts: Sequence[int]) -> None:
         """The step has ended with these texts."""
         self.texts |= {i: list(text) for i, text in enumerate(texts)}
-        self.drafter.settle(self.texts.__getitem__)
+        self.drafter.settle([], np.empty((0, 0), np.float32), self.texts.__getitem__)
 
 
 def decode(id: int, text: Sequence[int], count: int, blocks: Sequence[int], first: int = 0) -> Work:
@@ -143,6 +143,17 @@ def test_a_block_that_was_given_to_another_text_is_read_again():
     desk.backend.read.clear()
     desk.ask(decode(2, other, 1, [], first=2))
     assert desk.backend.read == [(other, [0, 1, 2, 3, 4])]
+
+
+def test_what_lay_in_a_block_in_whose_place_another_comes_is_read_again():
+    desk = Desk()
+    text = list(range(1, 7))
+    desk.texts = {0: text}
+    desk.ask(decode(0, text, 1, [0, 1]))
+    desk.end([*text, 40])
+    desk.backend.read.clear()
+    desk.ask(decode(0, [*text, 40], 1, [9], first=1))
+    assert desk.backend.read == [([5, 6, 40], [4, 5, 6])]
 
 
 @pytest.mark.parametrize("how", ["loaded", "released", "swapped"])

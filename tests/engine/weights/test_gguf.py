@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -151,8 +152,17 @@ def sizes_of(model: Any, arch: str) -> dict[str, Any]:
     return own | ({"attention__key_length": config.head_dim} if getattr(config, "head_dim", None) else {})
 
 
-def write(path: Path, model: Any, arch: str, quantised: str | None = None, **metadata: Any) -> Path:
-    """Writes a transformers model as a GGUF file; matrices have block type `quantised` where it fits."""
+def write(
+    path: Path,
+    model: Any,
+    arch: str,
+    quantised: str | None = None,
+    beside: Mapping[str, np.ndarray[Any, Any]] = MappingProxyType({}),
+    **metadata: Any,
+) -> Path:
+    """Writes a transformers model as a GGUF file; matrices have block type `quantised` where it fits. `beside`: more
+    tensors, by their names there.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     if arch == "gemma4":
@@ -183,11 +193,17 @@ def write(path: Path, model: Any, arch: str, quantised: str | None = None, **met
             writer.add_tensor(gguf_name(key, arch), packed, raw_dtype=kind)
         else:
             writer.add_tensor(gguf_name(key, arch), np.ascontiguousarray(data))
+    _add(writer, beside)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add(writer: gguf.GGUFWriter, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    for key, data in tensors.items():
+        writer.add_tensor(key, np.ascontiguousarray(data))
 
 
 def _item_kind(value: Any) -> gguf.GGUFValueType | None:

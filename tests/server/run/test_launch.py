@@ -25,3 +25,10 @@ def test_a_draft_model_is_found_as_a_model_is(smollm2_path):
     assert card.engine.draft_model == card.engine.model == str(smollm2_path)
     with pytest.raises(ModelError, match="draftModel: 'nowhere' is neither a folder"):
         resolve_models(Settings({"models": [{"model": "smollm2", "draft_model": "nowhere"}]}))
+
+
+def test_a_models_own_head_is_no_file(smollm2_path):
+    settings = Settings({"models": [{"model": "smollm2", "draft_model": "mtp"}]})
+    resolve_models(settings)
+    (card,) = settings.build().models
+    assert card.engine.draft_model == "mtp"

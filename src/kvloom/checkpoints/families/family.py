@@ -53,6 +53,7 @@ class Family:
     has_latents: bool = False  # all layers have latent attention
     recurrent: Callable[[Mapping[str, Any]], Recurrent] | None = None  # the mixer of its layers with a state
     recurrent_kind: str = ""  # name of these layers in layer_types
+    has_guess_head: bool = False  # its files may hold a layer that guesses further tokens (guess_head.py)
     branches: Literal["two", "one", "three"] = "two"  # of a layer: a mixer and an MLP; either; two mixers and an MLP
     interleaved: bool = False  # rotary partners of q and k are side by side in all its files, in adapters too
     fused: tuple[str, ...] = ()  # tensors that files hold as one: "qkv", "gate_up", or those of picked.py

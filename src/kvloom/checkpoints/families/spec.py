@@ -104,6 +104,8 @@ class DecoderSpec:
     and of a model whose layers have inputs of their own (size: LayerInputs'), or are scaled at their end:
       layer_embed [tokens, layers * size]   layer_mix [layers * size, hidden]   layer_mix_norm [size]
       layers.N. input_gate [size, hidden], input_out [hidden, size], input_post_norm [hidden], scalar [1]
+    and of a head that guesses (joins_states):
+      join [hidden, 2 hidden]   join_embed_norm, join_state_norm [hidden]
     """
 
     family: str
@@ -141,6 +143,9 @@ class DecoderSpec:
     layer_inputs: LayerInputs | None = None
     scales_layers: bool = False  # what a layer gives to the next one is multiplied by its `scalar`
     has_logits: bool = True  # otherwise it has no head, and gives states
+    # its first layer reads, of each token, join [join_embed_norm(embed), join_state_norm(state)]: the state behind the
+    # last norm that another model has of the token before; embed and head are that model's
+    joins_states: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -253,6 +258,9 @@ class DecoderSpec:
             channels = self.num_layers * inputs.size
             table = {"layer_embed": (inputs.num_tokens, channels), "layer_mix": (channels, self.hidden)}
             return {"norm": (self.hidden,), **table, "layer_mix_norm": (inputs.size,)}
+        if self.joins_states:
+            norms = dict.fromkeys(("norm", "join_embed_norm", "join_state_norm"), (self.hidden,))
+            return {**norms, "join": (self.hidden, 2 * self.hidden)}
         if own is None:
             return {"norm": (self.hidden,)}
         table = {"positions": (own.num_positions, self.hidden)} if own.num_positions else {}

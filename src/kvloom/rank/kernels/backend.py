@@ -32,7 +32,8 @@ class Ragged(NamedTuple):
     block_table[s, p // block_size]; adapters [S]: what add_adapter was given, 0 = none; () = none for all. types [T]:
     of tokens, for a model that has such; None = all 0. places [S]: where each sequence has its state, for a model whose
     layers keep one. It has zeros where a sequence begins, at position 0, whatever was there. windows, of block_table's
-    shape: a window's blocks of a backend with such, -1 also behind the window.
+    shape: a window's blocks of a backend with such, -1 also behind the window. states [T, hidden]
+    float32: what a head that guesses gets with each token.
     """
 
     ids: Ints
@@ -43,6 +44,7 @@ class Ragged(NamedTuple):
     types: Ints | None = None
     places: Ints | None = None
     windows: Ints | None = None
+    states: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from kvloom.rank.kernels.cpu_cache import BlockShape, layers_of, lazy_zeros
 from kvloom.rank.kernels.layer_table import LayerTable
 from kvloom.rank.kernels.packed import Packed
 from kvloom.rank.kernels.packer import Packer, widest_mlp
-from kvloom.rank.kernels.program import WEIGHT_FORMATS, Native
+from kvloom.rank.kernels.program import WEIGHT_FORMATS, Lent, Native
 from kvloom.rank.kernels.rope_table import rope_table
 
 KV_FORMATS = {"bf16": cpu_abi.KV_BF16, "int8": cpu_abi.KV_INT8}
@@ -49,6 +49,7 @@ class CpuOptions:
     block_size: int = BLOCK_SIZE  # tokens a block of the KV cache; a multiple of this
     num_states: int = MAX_BATCH  # sequences that may have a state at once, if layers keep one
     num_window_blocks: int = 0  # of Backend
+    lent: Lent | None = None  # the embeddings and the head that a head that guesses shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class _Call:
 
     batch: Batch
     head: Head
-    layer_rows: Floats  # what layers get of the tokens; empty if they get nothing
+    layer_rows: Floats  # what layers or a head that guesses get with the tokens; empty if they get nothing
     held: object  # keeps alive the arrays that `batch` points into
     blocks: Ints  # [seqs, blocks of a sequence]
     windows: Ints  # the same of a window's blocks, if there are some
@@ -97,7 +98,8 @@ class CpuBackend:
         self.kv_dtype = kv_dtype
         library = build.library(options.isa)
         self._lib = cpu_abi.load(library)
-        self.num_threads = options.num_threads or len(os.sched_getaffinity(0))
+        lent = self._lent = options.lent
+        self.num_threads = lent.num_threads if lent else options.num_threads or len(os.sched_getaffinity(0))
         self.num_window_blocks = options.num_window_blocks
         self._block = BlockShape(spec, kv_dtype, self.block_size, self.num_window_blocks > 0)
         self._model = self._lib.kvl_new(ctypes.byref(self._shape()))
@@ -109,7 +111,7 @@ class CpuBackend:
         packer = Packer(
             Native(self._lib, self._model, self.num_threads), spec, (ropes, self._block.at), weights, weight_format
         )
-        packer.declare()
+        packer.declare(lent)
         self._table = LayerTable(spec, weights) if spec.layer_inputs else None
         layout = (weight_format, library.name, self.num_threads)
         pages = options.packed.find(layout, packer.num_bytes) if options.packed else None
@@ -123,12 +125,9 @@ class CpuBackend:
         self._adapters: dict[int, int] = {}  # id -> the library's number
         self.streamed_bytes, self.weight_bytes = packer.streamed_bytes, packer.num_bytes
         self._held, self.held_as = packer.held, packer.describe()
-        self._embed = packer.embed
-        table = self._embed.ctypes.data if self._embed.size else None
-        self._lib.kvl_set_embed(self._model, table, packer.embed_linear)
-        self._lib.kvl_set_program(
-            self._model, (Instruction * len(packer.program))(*packer.program), len(packer.program)
-        )
+        table = lent.table if lent else packer.embed
+        self.lends = Lent(self._model, self.num_threads, packer.head, packer.embed_linear, table, self)
+        self._set_program(packer.program)
         self.kv = lazy_zeros((num_blocks, self._block.block_bytes[0]))
         self.window_kv = lazy_zeros((self.num_window_blocks, self._block.block_bytes[1]))
         self.kv_bytes = self.kv.nbytes + self.window_kv.nbytes
@@ -160,13 +159,20 @@ class CpuBackend:
             call.windows[row, index] = block
         if self._table is not None:
             call.layer_rows[:] = self._table.rows(call.head.tokens)
+        if self.spec.joins_states:
+            call.layer_rows[:] = call.head.states
         self._lib.kvl_step_again(self._model, ctypes.byref(call.batch))
         return call.head.tokens
+
+    def _set_program(self, program: Sequence[Instruction]) -> None:
+        own = self.lends
+        self._lib.kvl_set_embed(self._model, own.table.ctypes.data if own.table.size else None, own.embed)
+        self._lib.kvl_set_program(self._model, (Instruction * len(program))(*program), len(program))
 
     def _prepared(
         self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None, choices: Choices | None
     ) -> _Call:
-        ids, pos, qstart, blocks, adapters, types, places, windows = batch
+        ids, pos, qstart, blocks, adapters, types, places, windows, joined = batch
         windows = np.empty((0, 0), np.int32) if windows is None else np.ascontiguousarray(windows)
         assert not self.num_window_blocks or windows.shape == blocks.shape, "both tables have one shape"
         inputs = ids, pos, qstart, blocks
@@ -185,6 +191,9 @@ class CpuBackend:
         held = [np.ascontiguousarray(array) for array in (*inputs, rows, states)]
         assert all(array.dtype == np.int32 for array in held), "the inputs of a step are int32"
         layer_rows = np.empty(0, np.float32) if self._table is None else self._table.rows(ids)
+        if self.spec.joins_states:
+            assert joined is not None, "each token comes with a state"
+            layer_rows = np.ascontiguousarray(joined, np.float32)
         step = Batch(
             self.kv.ctypes.data,
             *(array.ctypes.data for array in held[:-1]),

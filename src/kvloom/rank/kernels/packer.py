@@ -21,7 +21,7 @@ from kvloom.rank.kernels.cpu_cache import At
 from kvloom.rank.kernels.expert_program import declare_experts
 from kvloom.rank.kernels.latent_program import declare_latents
 from kvloom.rank.kernels.mixer_program import declare_mixer
-from kvloom.rank.kernels.program import GATES, Fill, Native, Program
+from kvloom.rank.kernels.program import GATES, Fill, Lent, Native, Program
 
 _NORMS = {"head": cpu_abi.NORM_HEADS, "row": cpu_abi.NORM_ROWS, "rotated": cpu_abi.NORM_ROTATED}
 
@@ -52,6 +52,7 @@ class Packer:
         self._arenas: list[int] = []  # bytes of each arena
         self.streamed_bytes = 0  # bytes of the linears that a step of one token reads
         self.num_bytes = 0  # and of the embedding
+        self.head = cpu_abi.NONE  # the linear that makes logits
         self.embed_linear = cpu_abi.NONE  # whose rows are the embedding, when that is stored as in the file
         self.held: np.ndarray[Any, Any] | None = None  # memory of others that holds the weights
         self.embed = np.empty((0, 0), np.uint16)  # bfloat16; empty when a linear holds the embedding
@@ -74,9 +75,42 @@ class Packer:
         told = ", ".join(f"{bits[b]} in {b} bits" for b in sorted(bits))
         return f"as the file has them ({told})"
 
-    def declare(self) -> None:
-        """Declare every linear in the order of execution, every small vector, and the program."""
+    def declare(self, lent: Lent | None = None) -> None:
+        """Declare every linear in the order of execution, every small vector, and the program. `lent`: of a head that
+        guesses, which has no embeddings and no head of its own.
+        """
+        spec = self._spec
+        idle_bytes = self._declare_layers()
+        if lent is not None:
+            self._share_head(lent)
+        elif spec.has_logits:
+            self.head = self._program.linear(spec.vocab_size, spec.hidden, (self._head_name, 0))
+        if spec.has_logits:
+            self._emit_head()
+        else:
+            norm = cpu_abi.NONE if spec.encoder is not None else self._program.vector("norm")
+            self._program.emit(cpu_abi.STATES, vector=norm)
+        self.streamed_bytes = sum(self._program.measure()) - idle_bytes
+        if lent is None:
+            self._declare_embedding()
+        self._arenas = self._program.measure()
+        self.num_bytes = sum(self._arenas) + self.embed.nbytes
+
+    def _declare_embedding(self) -> None:
+        """Keep the embedding as in the file, or as a table."""
+        spec = self._spec
+        if self._weight_format != STORED or not self._weights.form("embed"):
+            self.embed = np.empty(spec.tensor_shapes()["embed"], np.uint16)
+        elif spec.tie_embeddings:
+            self.embed_linear = self.head
+        else:
+            self.embed_linear = self._program.linear(spec.vocab_size, spec.hidden, ("embed", 0))
+
+    def _declare_layers(self) -> int:
+        """All before the head. Returns the bytes of experts that a token does not read."""
         spec, idle_bytes = self._spec, 0
+        if spec.joins_states:
+            self._declare_join()
         if spec.encoder is not None:
             self._declare_beginning(spec.encoder)
         if spec.layer_inputs is not None:
@@ -91,26 +125,32 @@ class Packer:
                 idle_bytes += declare_experts(self._program, spec, f"layers.{layer}.")
             if spec.layer_inputs is not None:
                 self._declare_input(layer, spec.layer_inputs.size)
-        head = self._declare_head() if spec.has_logits else cpu_abi.NONE
-        if not spec.has_logits:
-            norm = cpu_abi.NONE if spec.encoder is not None else self._program.vector("norm")
-            self._program.emit(cpu_abi.STATES, vector=norm)
-        self.streamed_bytes = sum(self._program.measure()) - idle_bytes
-        if self._weight_format == STORED and self._weights.form("embed"):
-            is_tied = spec.tie_embeddings
-            self.embed_linear = head if is_tied else self._program.linear(spec.vocab_size, spec.hidden, ("embed", 0))
-        else:
-            self.embed = np.empty(spec.tensor_shapes()["embed"], np.uint16)
-        self._arenas = self._program.measure()
-        self.num_bytes = sum(self._arenas) + self.embed.nbytes
+        return idle_bytes
 
-    def _declare_head(self) -> int:
-        """The linear that makes logits of states."""
-        spec = self._spec
-        head = self._program.linear(spec.vocab_size, spec.hidden, ("embed" if spec.tie_embeddings else "head", 0))
-        self._program.emit(cpu_abi.ROWS_NORM_QUANT, linear=head, vector=self._program.vector("norm"))
-        self._program.emit(cpu_abi.LINEAR, linear=head, epilogue=cpu_abi.LOGITS)
-        return head
+    @property
+    def _head_name(self) -> str:
+        return "embed" if self._spec.tie_embeddings else "head"
+
+    def _share_head(self, lent: Lent) -> None:
+        """Compute with the head and the embeddings of another model."""
+        self.head = self._program.share_linear(lent.model, lent.head)
+        if lent.embed != cpu_abi.NONE:
+            is_tied = lent.embed == lent.head
+            self.embed_linear = self.head if is_tied else self._program.share_linear(lent.model, lent.embed)
+
+    def _emit_head(self) -> None:
+        """Make logits of states."""
+        self._program.emit(cpu_abi.ROWS_NORM_QUANT, linear=self.head, vector=self._program.vector("norm"))
+        self._program.emit(cpu_abi.LINEAR, linear=self.head, epilogue=cpu_abi.LOGITS)
+
+    def _declare_join(self) -> None:
+        """What makes the first layer's input of embeddings and states."""
+        program, hidden = self._program, self._spec.hidden
+        join = program.linear(hidden, 2 * hidden, ("join", 0))
+        norms = {"vector": program.vector("join_embed_norm"), "vector2": program.vector("join_state_norm")}
+        program.emit(cpu_abi.JOIN, linear=join, **norms)
+        program.emit(cpu_abi.QUANT, linear=join, source=cpu_abi.FROM_QKV)
+        program.emit(cpu_abi.LINEAR, linear=join, epilogue=cpu_abi.RESIDUAL)
 
     def adopt(self, pages: mmap.mmap, progress: Progress | None) -> None:
         """Use `pages`, the concatenated `pieces` of an equal model, instead of calling `fill`."""

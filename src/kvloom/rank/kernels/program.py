@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +68,21 @@ class Native:
 
 
 @dataclass(frozen=True, slots=True)
+class Lent:
+    """What a head that guesses shares of its model, in whose threads' shares the linears are laid out.
+
+    `embed`: the linear whose rows are the embedding; NONE = `table` is that.
+    """
+
+    model: int
+    num_threads: int
+    head: int
+    embed: int
+    table: np.ndarray[Any, np.dtype[np.uint16]]
+    owner: object  # keeps the memory
+
+
+@dataclass(frozen=True, slots=True)
 class Fill:
     """A tensor to be packed into a linear; see kvl_fill_f32."""
 
@@ -106,6 +122,10 @@ class Program:
                 self._lib.kvl_set_format(self._model, linear, first, own)
         self.fills += [Fill(linear, name, first, -1) for name, first in parts]
         return linear
+
+    def share_linear(self, model: int, linear: int) -> int:
+        """Declare a linear whose weights are those of another model. Returns its number."""
+        return int(self._lib.kvl_share_linear(self._model, model, linear))
 
     def gate_up(self, at: str, channels: int, cols: int, is_joint: bool) -> int:
         """Declare a linear of the tensors `at`gate and `at`up, which share panels where is_joint; of `at`up alone where

@@ -45,6 +45,7 @@ class ReferenceOptions:
     mesh: Mesh = _ALONE
     num_states: int = MAX_BATCH  # sequences that may have a state at once, if layers keep one
     num_window_blocks: int = 0  # of Backend
+    lender: "ReferenceBackend | None" = None  # whose embeddings and head a head that guesses shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,9 @@ class ReferenceBackend:
         self._w: dict[str, Tensor] = {}
         self._table = LayerTable(spec, weights) if spec.layer_inputs else None
         for name in shards.names():
-            if name == TABLE:
+            if options.lender is not None and name in ("embed", "head"):
+                self._w[name] = options.lender._w[name]
+            if name == TABLE or name in self._w:
                 continue
             self._w[name] = torch.from_numpy(shards.float32(name)).to(device, dtype)
             self.weight_bytes += self._w[name].nbytes
@@ -130,6 +133,7 @@ class ReferenceBackend:
             types = None if batch.types is None else torch.from_numpy(batch.types[start:end]).to(device, torch.int64)
             state = self._state_of(batch, seq)
             x = self._embedded(ids[start:end], pos[start:end], types)
+            x = x if batch.states is None else self._joined(x, torch.from_numpy(batch.states[start:end]))
             inputs = self._layer_inputs(batch.ids[start:end], x)
             hidden = self._forward(x, inputs, (pos[start:end], *(table[seq] for table in tables)), state)
             for index, row in enumerate(wanted):
@@ -183,14 +187,8 @@ class ReferenceBackend:
         for row, top in enumerate(tops):
             if top:
                 values[row, :top], top_ids[row, :top] = most_likely(logits[row], top)
-        return Head(
-            tops,
-            logits[[row for row, top in enumerate(tops) if not top]],
-            values,
-            top_ids,
-            found,
-            np.empty(0, np.int32),
-        )
+        full = logits[[row for row, top in enumerate(tops) if not top]]
+        return Head(tops, full, values, top_ids, found, np.empty(0, np.int32))
 
     def step_again(
         self, new_blocks: Sequence[tuple[int, int, int]], new_windows: Sequence[tuple[int, int, int]] = ()
@@ -221,6 +219,11 @@ class ReferenceBackend:
         x = x + self._w["types"][torch.zeros_like(pos) if types is None else types]
         x = x + self._w["positions"][pos + encoder.first_position] if encoder.num_positions else x
         return self._norm(x, "embed_norm")
+
+    def _joined(self, x: Tensor, states: Tensor) -> Tensor:
+        """Embeddings and states [T, hidden] -> input of the first layer of a head that guesses."""
+        pair = self._norm(x, "join_embed_norm"), self._norm(states.to(x.device, x.dtype), "join_state_norm")
+        return F.linear(torch.cat(pair, -1), self._w["join"])
 
     def _layer_inputs(self, ids: Ints, x: Tensor) -> Tensor:
         """What each layer gets besides x [T, hidden]: [T, layers, size]; empty if there is nothing."""

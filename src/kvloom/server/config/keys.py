@@ -174,8 +174,9 @@ _MODEL: dict[str, Key] = {
         help="{choices}.",
     ),
     "draftModel": Key(
-        str, "a smaller model of the same vocabulary that guesses ahead too", setting="draft_model",
-        flag="--draft-model", help="A smaller model of the same vocabulary, which guesses ahead: as MODEL.",
+        str, "a smaller model of the same vocabulary that guesses ahead too, or mtp", setting="draft_model",
+        flag="--draft-model",
+        help="A smaller model of the same vocabulary, which guesses ahead: as MODEL; mtp: MODEL's own head.",
     ),
     "weightCache": Key(
         str, "folder that packed weights are kept in, or off", setting="weight_cache", flag="--weight-cache"

@@ -11,7 +11,7 @@ from kvloom.checkpoints.demo_models import MODELS, find_model, pull, pulled
 from kvloom.checkpoints.embedding.prompts import message_form, prompts_of
 from kvloom.checkpoints.files import read_object
 from kvloom.checkpoints.finding import find_weights
-from kvloom.contract.config import EngineConfig
+from kvloom.contract.config import MTP, EngineConfig
 from kvloom.contract.errors import ModelError
 from kvloom.images.files import is_pipeline
 from kvloom.images.process import check
@@ -104,7 +104,7 @@ def resolve_model(model: dict[str, Any], may_fetch: bool = True) -> None:
         model.update(model=str(folder), makes_pictures=True)
         return
     path = _path_of(name, may_fetch)
-    if draft := model.get("draft_model"):
+    if (draft := model.get("draft_model", "")) not in ("", MTP):
         model["draft_model"] = str(_draft_path(draft, may_fetch))
     texts = {"prompts": prompts_of(path), "message_form": message_form(path)}
     model.update(model=str(path), torch_dtype=_dtype_of(path), **texts)

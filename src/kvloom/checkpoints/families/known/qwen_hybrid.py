@@ -30,6 +30,7 @@ QWEN3_5 = Family(
     fused=("q_gated",),
     recurrent=delta_rule,
     recurrent_kind="linear_attention",
+    has_guess_head=True,
     gguf_names=_GGUF_NAMES,
     defaults={
         "num_key_value_heads": 4,

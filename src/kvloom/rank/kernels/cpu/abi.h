@@ -122,6 +122,9 @@ enum {
     KVL_LATENT_QUERIES = 20, /* makes queries of such rows: `linear` has for each head rows that take its channels to
                                 the latent; rotates with table `rope` */
     KVL_LATENT_VALUES = 21,  /* multiplies the output of attention, latents, by the rows of each head in `linear` */
+    KVL_JOIN = 22,           /* begins a head that guesses: row t of what KVL_FROM_QKV reads becomes RMSNorm with weights
+                                `vector` of the token's embedding, then RMSNorm with weights `vector2` of row t of
+                                layer_rows, for `linear`, which reads both; clears the residual stream */
     KVL_NORM_BRANCH = 18     /* RMSNorm with weights `vector` of the output of KVL_TO_BRANCH, kept, or, `source` 1, added
                                 to what is kept; clears that output */
 };
@@ -152,7 +155,7 @@ enum {
     KVL_FROM_MIXER = 4,
     KVL_FROM_NORMED_MIXER = 5,
     KVL_FROM_INPUTS = 6,
-    KVL_FROM_QKV = 7 /* what KVL_LATENT_VALUES wrote */
+    KVL_FROM_QKV = 7 /* what KVL_LATENT_VALUES or KVL_JOIN wrote */
 };
 /* `source` of ROPE_KV: norm of each head, of the whole row, or of each head after the rotation. */
 enum { KVL_NORM_HEADS = 0, KVL_NORM_ROWS = 1, KVL_NORM_ROTATED = 2 };
@@ -194,7 +197,8 @@ typedef struct {
     float *states_memory;      /* [places][state_floats] what mixers keep of sequences, in 64-byte units */
     int64_t state_floats;
     const int32_t *places;     /* [num_seqs] where each sequence has its own; zeros count where its position is 0 */
-    const float *layer_rows;   /* [num_tokens][channels of KVL_TO_INPUTS] rows of the tokens for KVL_LAYER_INPUTS */
+    const float *layer_rows;   /* [num_tokens][channels of KVL_TO_INPUTS] rows of the tokens for KVL_LAYER_INPUTS; or, for
+                                  KVL_JOIN, [num_tokens][hidden] */
     uint8_t *window_kv;        /* as kv and block_table, a window's blocks; null = no layer has its keys there */
     const int32_t *windows;
 } kvl_batch;
@@ -206,6 +210,9 @@ int32_t kvl_use(kvl_model *model, int32_t unit);
 kvl_model *kvl_new(const kvl_shape *shape); /* starts the threads of its steps */
 void kvl_free(kvl_model *model);
 int32_t kvl_add_linear(kvl_model *model, int64_t rows, int64_t cols, int32_t format);
+/* A linear of another model with as many threads, whose weights it shares: `other` must outlive the model. Not the first
+ * of a model. Returns its number. */
+int32_t kvl_share_linear(kvl_model *model, const kvl_model *other, int32_t linear);
 /* Holds channels from `first` on in `format`; `first` is a multiple of 32 and larger than in earlier calls. All formats
  * of one linear must read the same activations: KVL_INT8, KVL_INT8_CHANNEL and KVL_BF16 each read their own, the others
  * share theirs. Returns 0. */

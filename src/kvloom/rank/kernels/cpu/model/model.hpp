@@ -26,6 +26,7 @@ struct Linear {
     int64_t rows, cols, padded_cols, panels;
     std::vector<Stretch> stretches;
     std::vector<uint8_t*> part;
+    bool is_shared = false;  // its panels lie in the arenas of another model
 
     int format(int64_t panel) const {
         size_t last = stretches.size() - 1;

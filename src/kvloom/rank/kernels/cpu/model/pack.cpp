@@ -178,6 +178,7 @@ void pack_numbers(const Linear& linear, int64_t channel, const kvl_numbers& from
 // Places a thread's part of every linear in memory, contiguously from `at` on. Returns the end.
 uint8_t* lay_out(kvl_model& model, int thread, uint8_t* at) {
     for (Linear& linear : model.linears) {
+        if (linear.is_shared) continue;
         linear.part[size_t(thread)] = at;
         at += linear.offset(linear.share(thread + 1)) - linear.offset(linear.share(thread));
     }
@@ -220,6 +221,14 @@ int32_t kvl_add_linear(kvl_model* model, int64_t rows, int64_t cols, int32_t for
     });
 }
 
+int32_t kvl_share_linear(kvl_model* model, const kvl_model* other, int32_t linear) {
+    return kvl::or_out_of_memory([=] {
+        model->linears.push_back(other->linears[size_t(linear)]);
+        model->linears.back().is_shared = true;
+        return int32_t(model->linears.size()) - 1;
+    });
+}
+
 int32_t kvl_set_format(kvl_model* model, int32_t linear, int64_t first, int32_t format) {
     return kvl::or_out_of_memory([=] {
         std::vector<kvl::Stretch>& stretches = model->linears[size_t(linear)].stretches;
@@ -240,7 +249,8 @@ int32_t kvl_add_vector(kvl_model* model, const float* values, int64_t count) {
 
 int64_t kvl_arena_bytes(const kvl_model* model, int32_t thread) {
     int64_t bytes = 0;
-    for (const kvl::Linear& l : model->linears) bytes += l.offset(l.share(thread + 1)) - l.offset(l.share(thread));
+    for (const kvl::Linear& l : model->linears)
+        if (!l.is_shared) bytes += l.offset(l.share(thread + 1)) - l.offset(l.share(thread));
     return bytes;
 }
 

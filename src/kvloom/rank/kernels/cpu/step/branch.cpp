@@ -1,4 +1,5 @@
 // Step: norms behind the branches of a layer, and the inputs that layers get besides the residual stream.
+#include <algorithm>
 #include <cmath>
 
 #include "activations/gates.hpp"
@@ -33,6 +34,29 @@ void Step::norm_branch(const kvl_instruction& instruction, int thread) {
             store(own + k, splat(0));
         }
     }
+}
+
+int64_t width_joined(const kvl_model& model) {
+    for (const kvl_instruction& i : model.program)
+        if (i.kind == KVL_JOIN) return model.linears[size_t(i.linear)].padded_cols;
+    return 0;
+}
+
+// KVL_JOIN.
+void Step::join(const kvl_instruction& instruction, int thread) {
+    const int64_t hidden = shape_.hidden, stride = model_.hidden_stride();
+    const int64_t width = model_.linears[size_t(instruction.linear)].padded_cols;
+    float* const room = scratch_.row[size_t(thread)];
+    share_rows(index_of(instruction), batch_.num_tokens, thread, [&](int64_t token) {
+        float *const own = scratch_.residual.row(token), *const to = scratch_.qkv.row(token);
+        const float* const state = batch_.layer_rows + token * hidden;
+        rms_norm(own, vector(instruction.vector), stride, hidden, shape_.norm_eps, room);
+        std::copy(room, room + hidden, to);
+        std::fill(std::copy(state, state + hidden, room), room + stride, 0.0f);
+        rms_norm(room, vector(instruction.vector2), stride, hidden, shape_.norm_eps, room);
+        std::fill(std::copy(room, room + hidden, to + hidden), to + width, 0.0f);
+        std::fill(own, own + hidden, 0.0f);
+    });
 }
 
 // KVL_LAYER_INPUTS: changes the output of KVL_TO_INPUTS in place.

@@ -41,10 +41,10 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
     };
     const auto has = [&](const auto& is_one) { return std::any_of(model.program.begin(), model.program.end(), is_one); };
     outputs = std::max(outputs, widest_latent(model));
-    const int64_t qkv = std::max(widest_to(KVL_TO_QKV), widest_latent(model)), inputs = widest_to(KVL_TO_INPUTS);
+    const int64_t qkv = std::max({widest_to(KVL_TO_QKV), widest_latent(model), width_joined(model)}), inputs = widest_to(KVL_TO_INPUTS);
     const bool is_gated = has([](const kvl_instruction& i) { return i.is_gated != 0; });
     const int64_t beside = has([](const kvl_instruction& i) { return i.kind == KVL_NORM_BRANCH; }) ? hidden : 0;
-    const int64_t widest = s.widest = std::max({hidden, mlp, outputs, widest_mixer(model)});
+    const int64_t widest = s.widest = std::max({hidden, mlp, outputs, widest_mixer(model), width_joined(model)});
     s.residual = {take<float>(at, tokens * hidden), hidden};
     s.branch = {take<float>(at, tokens * hidden), hidden};
     s.beside = {take<float>(at, tokens * beside), beside};
@@ -105,6 +105,7 @@ void Step::execute(const kvl_instruction& instruction, int thread) {
         case KVL_ADD_NORMED: return add_normed(instruction, thread);
         case KVL_NORM_BRANCH: return norm_branch(instruction, thread);
         case KVL_LAYER_INPUTS: return make_inputs(instruction, thread);
+        case KVL_JOIN: return join(instruction, thread);
         case KVL_STATES: return keep_states(instruction, thread);
         case KVL_ADD_POSITIONS: return add_positions(instruction, thread);
         case KVL_LAYER_NORM: return norm_layer(instruction, thread);

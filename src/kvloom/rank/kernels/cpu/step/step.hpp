@@ -31,6 +31,8 @@ uint8_t* lay_out_experts(Scratch& s, const kvl_model& model, int64_t tokens, uin
 // The same of latent attention, and the floats of a row that it needs of qkv and attended.
 uint8_t* lay_out_latents(Scratch& s, const kvl_model& model, uint8_t* at);
 int64_t widest_latent(const kvl_model& model);
+// Floats of a row that KVL_JOIN makes; 0 = there is none.
+int64_t width_joined(const kvl_model& model);
 
 // Attention of a few query rows of one kv head of one sequence over all keys that they see.
 struct AttentionTask {
@@ -79,6 +81,7 @@ class Step {
     void mix_channels(const kvl_instruction& instruction, int64_t count, int64_t state_at, int thread, const Work& work);
     void add_normed(const kvl_instruction& instruction, int thread);
     void norm_branch(const kvl_instruction& instruction, int thread);
+    void join(const kvl_instruction& instruction, int thread);
     void make_inputs(const kvl_instruction& instruction, int thread);
     const float* gated_inputs(const kvl_instruction& instruction, int64_t row, int64_t size, float* room) const;
     void add_positions(const kvl_instruction& instruction, int thread);
