@@ -202,3 +202,12 @@ def test_a_pass_that_pays_for_many_is_not_made_for_one_of_them():
         assert live.guesser._model is not None
         live.guesser._model._count += 500
     assert drafts(own, asked) == [[]] * 8
+
+
+def test_a_sequence_with_a_step_under_way_drafts_behind_the_token_of_that_step():
+    own, asked = drafting(0.002), lives([1, 2, 3])
+    asked[0].seq.num_computing = 1
+    assert drafts(own, asked) == [[]]
+    assert not asked[0].seq.may_run_ahead
+    asked[0].seq.num_computing = 0
+    assert drafts(own, asked) != [[]]
