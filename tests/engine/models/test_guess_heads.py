@@ -17,11 +17,12 @@ from kvloom.rank.byte_tokenizer import ByteTokenizer
 from kvloom.rank.head_drafter import READ_TOKENS, HeadDrafter
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
+from tests.support.engine.drafts import draft_always
 from tests.support.engine.engines import drain, engine_over, in_process, run_all, tokens_of
 from tests.support.models.checkpoints import save, tiny_model
 from tests.support.models.guess_heads import GuessHead, chained, save_with
 
-from .test_draft_model import DRAFTS, KINDS, always, prompt, requests, told
+from .test_draft_model import DRAFTS, KINDS, prompt, requests, told
 
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}
 NUM_CHAINED = 40
@@ -54,7 +55,7 @@ def opened(folder: str, draft: str = MTP, backend: str = "cpu", **fields: object
 @pytest.fixture
 def drafting(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """Whatever it costs, all that the head guesses is drafted. Returns what an engine needs for it."""
-    always(monkeypatch)
+    draft_always(monkeypatch)
     return dict(OWN)
 
 
@@ -174,7 +175,7 @@ def test_no_schedule_changes_an_answer(runners, lengths, num_blocks, max_tokens,
     executor = in_process(runners["on"], config)
     executor.info = structs.replace(executor.info, num_blocks=num_blocks)
     with pytest.MonkeyPatch.context() as patch:
-        always(patch)
+        draft_always(patch)
         assert told(run_all(Engine(config, executor, ByteTokenizer()), *asked)) == want
 
 
@@ -197,5 +198,5 @@ def test_what_has_no_head_is_refused_by_name(tmp_path: Path):
     folder = save(tiny_model("qwen3.5", **ROPE), tmp_path / "plain")
     with pytest.raises(ModelError, match=r"draft_model: .*plain: these files have no head that guesses tokens"):
         opened(str(folder))
-    with pytest.raises(BadRequest, match="draft_model: has no effect with num_speculative_tokens 0"):
+    with pytest.raises(BadRequest, match="draft_model: has no effect where 0 tokens are guessed ahead"):
         EngineConfig(model="m", draft_model=MTP, num_speculative_tokens=0)
