@@ -17,12 +17,12 @@ from kvloom.rank.loading import (
     cache_shape,
     check_backend,
     check_device,
+    check_sharing,
     open_files,
     pools_for,
     weight_bytes,
 )
 from kvloom.rank.opening import check_draft_model, model_tokenizer
-from kvloom.rank.parallel.shard import shard_spec
 
 
 def check(config: EngineConfig) -> int:
@@ -33,7 +33,7 @@ def check(config: EngineConfig) -> int:
     checkpoint, max_seq_len = open_files(config)
     spec = checkpoint.spec
     check_draft_model(config, functools.partial(model_tokenizer, config.model))
-    shard_spec(spec, config.world_size)
+    check_sharing(config, spec)
     backend, block_size = check_backend(config, spec), config.block_size or BLOCK_SIZE
     pools = pools_for(config, backend, checkpoint, max_seq_len, block_size)
     whole = replace(

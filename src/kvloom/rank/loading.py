@@ -160,6 +160,15 @@ def check_device(device: str) -> None:
         _torch_backend(f"device: {device} needs {_INSTALL}").check_device(device)
 
 
+def check_sharing(config: EngineConfig, spec: DecoderSpec) -> None:
+    """Raises ModelError when ranks cannot share the model."""
+    shard_spec(spec, config.world_size)
+    if config.world_size > 1 and config.kv_tier is not None and spec.recurrent:
+        raise ModelError(
+            f"{config.model}: its layers keep states, which several ranks (worldSize) do not save to a pool"
+        )
+
+
 def check_backend(config: EngineConfig, spec: DecoderSpec) -> str:
     """Raises ModelError when the backend of choose_backend needs something that is not installed."""
     backend = choose_backend(config, spec)
@@ -233,7 +242,7 @@ def _open_reference(
 ) -> tuple[Backend, Pools]:
     """As _open_kernels. `seat`: the rank's number, and the file where the ranks meet."""
     spec, size = checkpoint.spec, config.block_size or BLOCK_SIZE
-    shard_spec(spec, config.world_size)  # reports what is wrong before torch is loaded or memory is taken
+    check_sharing(config, spec)  # before torch is loaded or memory is taken
     torch_backend = _torch_backend(_needs_torch(config))
     mesh = torch_backend.join_mesh(config, *seat)
     pools = torch_backend.least_pools(pools_for(config, "reference", checkpoint, max_seq_len, size), mesh, config)
@@ -305,4 +314,5 @@ def cache_shape(
     window_bytes = footprint.window_token_bytes(config, backend, spec)
     has_windows = 0 < reach < max_seq_len and (config.kv_tier is None or window_bytes < token_bytes)
     windows = Windows(window_bytes, reach) if has_windows else None
-    return CacheShape(token_bytes, block_size, config.world_size, footprint.state_bytes(spec), windows, beside)
+    state_bytes = footprint.state_bytes(spec) // config.world_size
+    return CacheShape(token_bytes, block_size, config.world_size, state_bytes, windows, beside)

@@ -26,6 +26,7 @@ from kvloom.engine.thread import EngineThread
 from kvloom.net.listening import allow_descriptors
 from kvloom.processes.channel import Channel
 from kvloom.rank.fake import ByteTokenizer, fake_answer
+from kvloom.rank.loading import check_sharing
 from kvloom.rank.opening import open_engine, open_ranks
 from kvloom.rank.parallel.shard import ShardedWeights, shard_spec
 from tests.support.engine.engines import run_all
@@ -53,7 +54,13 @@ def answers(config: EngineConfig) -> tuple[list[list[int]], list[float]]:
     return [[token for delta in found[request.id] for token in delta.token_ids] for request in requests], values
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2 moe", "gpt-oss", "gemma4, shared keys and inputs of layers"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "qwen3", "qwen2 moe", "gpt-oss", "gemma4, shared keys and inputs of layers"),
+        *("qwen3.5", "lfm2", "granite 4", "nemotron h, experts", "falcon h1, norms"),
+    ],
+)
 def test_two_ranks_give_the_tokens_of_one(tmp_path, name, request):
     if name == "llama":
         request.getfixturevalue("really_started")
@@ -93,10 +100,11 @@ def test_each_rank_keeps_its_part_of_a_block_in_the_pool(tmp_path):
         assert warm == 2 * (57 // 16)  # the whole blocks of the other two requests
 
 
-def test_the_parts_of_the_ranks_are_the_whole(tmp_path):
-    checkpoint = open_checkpoint(save(tiny_model("qwen2"), tmp_path))
+@pytest.mark.parametrize("name", ["qwen2", "granite 4", "qwen3.5", "lfm2"])
+def test_the_parts_of_the_ranks_are_the_whole(tmp_path, name):
+    checkpoint = open_checkpoint(save(tiny_model(name), tmp_path))
     spec = shard_spec(checkpoint.spec, 2)
-    parts = [ShardedWeights(checkpoint.weights, rank, 2) for rank in range(2)]
+    parts = [ShardedWeights(checkpoint.weights, checkpoint.spec, rank, 2) for rank in range(2)]
     shapes = spec.tensor_shapes()
     for name in parts[0].names():
         pieces, whole = [part.float32(name) for part in parts], checkpoint.weights.tensor(name).float32()
@@ -105,7 +113,10 @@ def test_the_parts_of_the_ranks_are_the_whole(tmp_path):
             continue
         assert tuple(pieces[0].shape) == shapes[name]
         cut = next(dim for dim in range(whole.ndim) if pieces[0].shape[dim] != whole.shape[dim])
-        assert np.array_equal(np.concatenate(pieces, cut), whole)
+        joined = np.concatenate(pieces, cut)
+        assert np.array_equal(*(np.sort(each, cut) for each in (joined, whole)))
+        has_kinds = name.endswith((".conv_in", ".conv", ".conv_bias", ".short_in"))  # of rows, each of which is cut
+        assert has_kinds or np.array_equal(joined, whole)
 
 
 def test_ranks_whose_caches_differ_are_refused(monkeypatch):
@@ -166,6 +177,22 @@ def test_a_model_that_cannot_be_opened_so_is_one_clear_error(tmp_path, fields, e
     path = save(tiny_model("llama"), tmp_path)
     with pytest.raises(error, match=words):
         open_ranks(EngineConfig(model=str(path), **{"backend": "reference", **fields}), list)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"world_size": 3}, "worldSize: 3 ranks cannot share 2 groups of heads of Mamba-2 evenly"),
+        (
+            {"world_size": 2, "kv_tier": TierConfig("a:b")},
+            "its layers keep states, which several ranks .worldSize. do not",
+        ),
+    ],
+)
+def test_states_that_ranks_cannot_share_are_refused(tmp_path, fields, words):
+    path = save(tiny_model("mamba2"), tmp_path)
+    with pytest.raises(ModelError, match=words):
+        check_sharing(EngineConfig(model=str(path), backend="reference", **fields), open_checkpoint(path).spec)
 
 
 def test_whichever_rank_is_killed_whenever_every_request_is_answered():

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, NotFound, Unavailable
 from kvloom.contract.request import FinishReason, Request
@@ -21,7 +20,7 @@ from kvloom.rank.fake import ByteTokenizer, fake_answer
 from kvloom.rank.opening import open_engine
 from tests.support.engine.engines import fake_engine, run_all, tokens_of
 from tests.support.engine.executors import opened
-from tests.support.models.adapters import TINY_SHAPES, make_adapter
+from tests.support.models.adapters import TINY_SHAPES, adapted, make_adapter
 from tests.support.models.checkpoints import save, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
@@ -221,11 +220,11 @@ def test_adapters_come_and_go_under_running_streams(folders):
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "deepseek v2, lite"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "deepseek v2, lite", "qwen3.5", "granite 4"])
 def test_two_ranks_with_an_adapter_give_the_tokens_of_one(tmp_path, name):
-    path = save(tiny_model(name), tmp_path / "model")
-    shapes = open_checkpoint(path).spec.tensor_shapes()
-    folder = str(make_adapter(tmp_path / "adapter", shapes, 3))
+    model, folder = tiny_model(name), str(tmp_path / "adapter")
+    path = save(model, tmp_path / "model")
+    adapted(model, tmp_path / "adapter")
     found = []
     for world_size in (1, 2):
         config = EngineConfig(
@@ -237,7 +236,8 @@ def test_two_ranks_with_an_adapter_give_the_tokens_of_one(tmp_path, name):
             requests = [Request(f"r{id}", PROMPT, replace(GREEDY, max_tokens=20), adapter=id) for id in (0, adapter.id)]
             deltas = run_all(engine, *requests)
             found.append([tokens_of(deltas[request.id]) for request in requests])
-            with pytest.raises(BadRequest, match=r"ask for \[4, 64\]"):
-                engine.adapters.load(str(make_adapter(tmp_path / "misfit", {"layers.0.q": (64, 32)})))
+            if name == "llama":
+                with pytest.raises(BadRequest, match=r"ask for \[4, 64\]"):
+                    engine.adapters.load(str(make_adapter(tmp_path / "misfit", {"layers.0.q": (64, 32)})))
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]

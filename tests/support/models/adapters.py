@@ -91,7 +91,7 @@ def adapted(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
     has_experts = bool(getattr(model.config, "num_local_experts", 0))
     for name, linear in merged.named_modules():
         owner = name.split(".")[-2] if "." in name else ""
-        if not isinstance(linear, torch.nn.Linear) or owner not in MODULES or name.endswith("gate"):
+        if not isinstance(linear, torch.nn.Linear) or owner not in MODULES or name.endswith(("gate", "kv_b_proj")):
             continue
         if owner == "shared_mlp" and has_experts:
             continue

@@ -83,7 +83,7 @@ class ReferenceBackend:
         device, dtype, block_size = options.device, options.dtype, options.block_size
         self._mesh = options.mesh
         self.whole_spec, spec = spec, shard_spec(spec, self._mesh.world_size)
-        shards = ShardedWeights(weights, self._mesh.rank, self._mesh.world_size)
+        shards = ShardedWeights(weights, self.whole_spec, self._mesh.rank, self._mesh.world_size)
         self.spec, self.num_blocks, self.block_size = spec, num_blocks, block_size
         total = sum(torch.Size(shape).numel() for shape in spec.tensor_shapes().values()) * dtype.itemsize
         self.weight_bytes = 0
@@ -201,7 +201,7 @@ class ReferenceBackend:
         rank, world_size, device = self._mesh.rank, self._mesh.world_size, self._device
         pairs = {}
         for name, whole in pairs_of(adapter, self.whole_spec):
-            part = shard_pair(name, whole, rank, world_size) if world_size > 1 else whole
+            part = shard_pair(name, whole, self.whole_spec, rank, world_size)
             a, b = (torch.from_numpy(side).to(device, self._dtype) for side in (part.a, part.b))
             pairs[name] = _Pair(a, b, part.scale)
         self._adapters[id] = pairs
@@ -287,7 +287,7 @@ class ReferenceBackend:
         given = MixerInput(
             lambda name: self._linear(x, at + name), lambda name: self._w[at + name], memory, self.spec.norm_eps
         )
-        return self._linear(mix(mixer, given).to(x.dtype), at + "out")
+        return self._mesh.sum(self._linear(mix(mixer, given).to(x.dtype), at + "out"))
 
     def _attend(self, layer: int, x: Tensor, context: Context) -> Tensor:
         """Write keys and values of x [T, hidden] to the cache, and return the attention output."""
