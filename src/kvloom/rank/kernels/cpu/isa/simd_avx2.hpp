@@ -175,9 +175,10 @@ inline BytesPair points(const uint64_t* table, Indices index) {
     const PointHalves lo = eight_points(table, {index, 0}), hi = eight_points(table, {index, 1});
     return {{lo.first, hi.first}, {lo.second, hi.second}};
 }
+inline I32 ints_of(__m256i first, __m256i second) { return {first, second}; }
 inline F32 small_floats(const int8_t* from) {
-    const __m128i bytes = _mm_loadu_si128((const __m128i*)from);
-    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+    const auto eight = [](const int8_t* at) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at))); };
+    return {eight(from), eight(from + 8)};
 }
 inline __m256i with_bits_half(__m256i low, const uint8_t* plane, int shift, int mask) {
     const __m256i bits = _mm256_loadu_si256((const __m256i*)plane);

@@ -133,6 +133,7 @@ inline BytesPair points(const uint64_t* table, Indices index) {
     const PointHalves lo = eight_points(table, {index, 0}), hi = eight_points(table, {index, 1});
     return {joined(lo.first, hi.first), joined(lo.second, hi.second)};
 }
+inline I32 ints_of(__m256i first, __m256i second) { return {_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1)}; }
 inline F32 small_floats(const int8_t* from) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)))};
 }

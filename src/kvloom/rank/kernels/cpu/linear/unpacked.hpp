@@ -3,7 +3,7 @@
 #pragma once
 
 #include "linear/gemm.hpp"
-#include "linear/points.hpp"
+#include "linear/point_rows.hpp"
 
 namespace kvl {
 
@@ -130,9 +130,15 @@ void multiply_some(const Pass& pass, int rows, int64_t first, int64_t count, con
     multiply_groups<ROWS, FORMAT, true>(pass, first, count, table, unpacked.scales);
 }
 
-// Multiplies many rows by one panel.
+// Multiplies many rows by one panel; one row where weights are points of a grid.
 template <int FORMAT>
 void multiply_unpacked(const Pass& pass, int rows, const Table& table) {
+    if constexpr (multiplies_points(FORMAT))
+        if (rows == 1) {
+            pass.ask(0, 1);
+            multiply_points<FORMAT>(pass);
+            return pass.finish(0, 1);
+        }
     constexpr int64_t kChunk = unpacked_cols(FORMAT) / kFileGroup;
     constexpr bool kHasWeights = unpacks_weights(FORMAT);
     const Passes parts(rows, kRowsMany, kRowsMany);
