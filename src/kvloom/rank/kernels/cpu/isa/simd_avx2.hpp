@@ -17,6 +17,7 @@ constexpr bool kUnrollsRows = true;
 constexpr int kAttentionGroups = 1;
 constexpr int kTilesOnce = 1;
 constexpr int kByteZero = 0;  // load_bytes subtracts 128: vpmaddubsw would saturate with bytes above 127
+constexpr bool kRaisesTables = true;  // vpmaddubsw takes one factor without a sign
 constexpr int kQuadsUnrolled = 8;  // so that planes are shifted by constants
 constexpr int kFewQuads = 8;
 
@@ -217,7 +218,11 @@ inline Few dot_nibbles(Few few, Bytes weights, int32_t quad) {
     return {add_words(few.lo, _mm256_maddubs_epi16(weights.lo, x)), add_words(few.hi, _mm256_maddubs_epi16(weights.hi, x))};
 }
 inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) { return end_few(acc, dot_weights(begin_few(acc), weights, quad)); }
-inline I32 dot_nibbles(I32 acc, Bytes weights, int32_t quad) { return end_few(acc, dot_nibbles(begin_few(acc), weights, quad)); }
+inline I32 dot_nibbles(I32 acc, Bytes weights, int32_t quad) {
+    const __m256i x = _mm256_set1_epi32(quad);
+    return end_few(acc, {_mm256_maddubs_epi16(weights.lo, x), _mm256_maddubs_epi16(weights.hi, x)});
+}
+inline I32 end_few(I32, I32 sums) { return sums; }
 
 inline __m256 first_half(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 inline __m256 second_half(__m256i pairs) {

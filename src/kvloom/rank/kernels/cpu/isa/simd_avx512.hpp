@@ -22,6 +22,7 @@ constexpr int kAttentionGroups = 3;
 constexpr int kTilesOnce = 4;      // 24 sums with 6 queries
 // vpdpbusd reads unsigned bytes: the caller starts sums at -128 * (sum of activations)
 constexpr int kByteZero = 128;
+constexpr bool kRaisesTables = false;  // all are, by kByteZero
 constexpr int kQuadsUnrolled = 8;  // so that planes are shifted by constants
 constexpr int kFewQuads = 1;
 

@@ -20,6 +20,7 @@ constexpr int kAttentionGroups = 1;  // most groups of query rows in a task: a c
 constexpr int kTilesOnce = 1;     // key tiles, or vectors of values, that share each load of a query's factors
 // offset of an int8 weight's byte that the caller must subtract from sums; none: load_bytes subtracts 128 itself
 constexpr int kByteZero = 0;
+constexpr bool kRaisesTables = false;  // whether products want bytes that are not negative (raise_of)
 // quads of nibbles whose loop is unrolled; not here, where each operation is a loop: it would compile for minutes
 constexpr int kQuadsUnrolled = 1;
 constexpr int kFewQuads = 1;      // most quads whose products are added up as Few

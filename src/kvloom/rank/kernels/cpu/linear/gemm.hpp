@@ -90,9 +90,9 @@ void multiply_groups(const Pass& pass, int64_t first, int64_t count, const Table
                 }
 #pragma GCC unroll kQuadsUnrolled
                 for (int begin = 0; begin < kQuads; begin += kFew) {
-                    Few few_a[ROWS], few_b[ROWS];
+                    decltype(begin_sum<kFew>(I32{})) few_a[ROWS], few_b[ROWS];
 #pragma GCC unroll 8
-                    for (int m = 0; m < ROWS; m++) few_a[m] = begin_few(a[m]), few_b[m] = begin_few(b[m]);
+                    for (int m = 0; m < ROWS; m++) few_a[m] = begin_sum<kFew>(a[m]), few_b[m] = begin_sum<kFew>(b[m]);
 #pragma GCC unroll kQuadsUnrolled
                     for (int in_few = 0; in_few < kFew; in_few++, x += 4) {
                         const int quad = part * kQuads + begin + in_few;
@@ -106,8 +106,8 @@ void multiply_groups(const Pass& pass, int64_t first, int64_t count, const Table
 #pragma GCC unroll 8
                         for (int m = 0; m < ROWS; m++) {
                             const int32_t xs = word_at(x + m * pass.cols);
-                            few_a[m] = dot_quad<has_table(FORMAT)>(few_a[m], wa, xs);
-                            few_b[m] = dot_quad<has_table(FORMAT)>(few_b[m], wb, xs);
+                            few_a[m] = dot_quad<has_signs(FORMAT)>(few_a[m], wa, xs);
+                            few_b[m] = dot_quad<has_signs(FORMAT)>(few_b[m], wb, xs);
                         }
                     }
 #pragma GCC unroll 8

@@ -103,6 +103,34 @@ inline void store_rows(const F32 (&lo)[ROWS], const F32 (&hi)[ROWS], float* out)
     }
 }
 
+// The largest size of an entry of a format's table.
+constexpr int largest_of(int format) {
+    int largest = 0;
+    for (const int8_t each : table_of(format)) largest = max_of(largest, each < 0 ? -each : int(each));
+    return largest;
+}
+// What is added to the entries of a table so that none is negative, where a sum of two products then still fits 16 bits.
+constexpr int raise_of(int format) {
+    return kRaisesTables && has_table(format) && 2 * 2 * largest_of(format) * 127 < 1 << 15 ? largest_of(format) : 0;
+}
+constexpr bool has_signs(int format) { return has_table(format) && raise_of(format) == 0; }
+template <int FORMAT>
+struct RaisedTable {
+    constexpr RaisedTable() : at{} {
+        for (int i = 0; i < 16; i++) at[i] = int8_t(table_of(FORMAT)[i] + raise_of(FORMAT));
+    }
+    Table at;
+};
+template <int FORMAT>
+inline constexpr RaisedTable<FORMAT> kRaisedTable;
+
+// Entries of the table of a format: of its own, or, where it is one of several with a kernel, of `table`.
+template <int FORMAT>
+inline Bytes entries_of(Bytes numbers, const Table& table) {
+    if constexpr (raise_of(FORMAT) > 0) return entries(numbers, kRaisedTable<FORMAT>.at);
+    return entries(numbers, table);
+}
+
 // Quad `quad` of a group for 16 channels, whose group begins at `group`: 32 k, numbers of fewer than eight bits.
 template <int FORMAT>
 inline Bytes quad_of(const uint8_t* group, int quad, const Table& table) {
@@ -114,7 +142,7 @@ inline Bytes quad_of(const uint8_t* group, int quad, const Table& table) {
     if constexpr (kBits >= 4) {
         const uint8_t* nibbles = group + plane_bytes(FORMAT) + quad / 2 * kRow;
         const Bytes low = quad % 2 == 0 ? low_nibbles(nibbles) : high_nibbles(nibbles);
-        if constexpr (has_table(FORMAT)) return entries(low, table);
+        if constexpr (has_table(FORMAT)) return entries_of<FORMAT>(low, table);
         if constexpr (kBits == 5) return with_bits(low, plane, 4 - quad, 0x10);
         if constexpr (kBits == 6) return with_bits(low, plane, 4 - quad % 4 * 2, 0x30);
         return low;
@@ -123,7 +151,7 @@ inline Bytes quad_of(const uint8_t* group, int quad, const Table& table) {
 
 // Offset that quad_of leaves in the weights of a format; it must be subtracted from them, or from sums of products.
 constexpr int zero_of(int format) {
-    if (has_table(format)) return kByteZero;
+    if (has_table(format)) return raise_of(format) > 0 ? raise_of(format) : kByteZero;
     switch (format) {
         case KVL_INT6_K: return 32;
         case KVL_INT3_K: return 4;
@@ -137,18 +165,21 @@ constexpr int zero_of(int format) {
 // Quads of a part that are added up as Few: their products with activations, 127 at most, fit 16 bits in pairs.
 constexpr int quads_of_few(int format) {
     int weight = (1 << number_bits(format)) - 1, count = 1;
-    if (has_table(format)) {
-        weight = 0;
-        for (const int8_t each : table_of(format)) weight = max_of(weight, each < 0 ? -each : int(each));
-    }
+    if (has_table(format)) weight = largest_of(format) + raise_of(format);
     const int quads = min_of(kFewQuads, kFileGroup / 4 / (has_runs(format) ? 2 : 1));
     while (2 * count <= quads && 2 * count * 2 * 127 * weight < 1 << 15) count *= 2;
     return count;
 }
 
-template <bool IS_SIGNED>
-inline Few dot_quad(Few few, Bytes weights, int32_t quad) {
-    return IS_SIGNED ? dot_weights(few, weights, quad) : dot_nibbles(few, weights, quad);
+// Begins a sum of FEW quads; a single one needs no sum of fewer bits.
+template <int FEW>
+inline auto begin_sum(I32 acc) {
+    if constexpr (FEW == 1) return acc;
+    else return begin_few(acc);
+}
+template <bool IS_SIGNED, class Sum>
+inline Sum dot_quad(Sum sum, Bytes weights, int32_t quad) {
+    return IS_SIGNED ? dot_weights(sum, weights, quad) : dot_nibbles(sum, weights, quad);
 }
 
 }  // namespace kvl

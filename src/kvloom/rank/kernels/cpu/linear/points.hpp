@@ -28,7 +28,7 @@ void fill_points(const uint8_t* block, int group, int8_t* to, const Table& table
     constexpr int kQuad = kPanel * 4;
     const uint8_t *low = block + front_bytes(FORMAT) + group * group_bytes(FORMAT), *signs = low + kIndexBytes;
     const auto put_quad = [&](int quad, int at, Bytes sizes) {
-        put(to + quad * kQuad + at, entries(kGrid.has_move ? sizes : with_bits(sizes, signs + at, 2 - quad, 4), table));
+        put(to + quad * kQuad + at, entries_of<FORMAT>(kGrid.has_move ? sizes : with_bits(sizes, signs + at, 2 - quad, 4), table));
     };
 #pragma GCC unroll kQuadsUnrolled
     for (int p = 0; p < kFileGroup / kPoint; p++) {

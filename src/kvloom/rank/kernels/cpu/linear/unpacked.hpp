@@ -63,6 +63,7 @@ struct Unpacked {
 template <int ROWS, int PARTS, bool HAS_MIN, bool IS_SIGNED, int FEW>
 void multiply_unpacked_rows(const Pass& pass, int64_t first, int64_t groups, int zero, const Unpacked& unpacked) {
     constexpr int kRuns = kFileGroup / kRun, kQuads = kFileGroup / 4 / PARTS;
+    constexpr int kAtOnce = FEW == 1 && kFewQuads > 1 ? kQuads : FEW;
     const int64_t all = pass.cols / kFileGroup;
     const int8_t *x = pass.x.data + pass.row * pass.cols + first * kFileGroup, *weights = unpacked.weights;
     const float *scale = pass.x.scale + pass.row * all + first, *scales = unpacked.scales;
@@ -80,12 +81,12 @@ void multiply_unpacked_rows(const Pass& pass, int64_t first, int64_t groups, int
                 a[m] = b[m] = splat_int(-zero * sum[m]);
             }
 #pragma GCC unroll 1
-            for (int begin = 0; begin < kQuads; begin += FEW) {
-                Few few_a[ROWS], few_b[ROWS];
+            for (int begin = 0; begin < kQuads; begin += kAtOnce) {
+                decltype(begin_sum<FEW>(I32{})) few_a[ROWS], few_b[ROWS];
 #pragma GCC unroll 8
-                for (int m = 0; m < ROWS; m++) few_a[m] = begin_few(a[m]), few_b[m] = begin_few(b[m]);
+                for (int m = 0; m < ROWS; m++) few_a[m] = begin_sum<FEW>(a[m]), few_b[m] = begin_sum<FEW>(b[m]);
 #pragma GCC unroll 8
-                for (int quad = 0; quad < FEW; quad++, x += 4, weights += kPanel * 4) {
+                for (int quad = 0; quad < kAtOnce; quad++, x += 4, weights += kPanel * 4) {
                     const Bytes wa = get_bytes(weights), wb = get_bytes(weights + kLanes * 4);
 #pragma GCC unroll 8
                     for (int m = 0; m < ROWS; m++) {
@@ -113,7 +114,7 @@ UnpackedRows unpacked_rows(int rows) {
     if constexpr (ROWS > 1)
         if (rows < ROWS) return unpacked_rows<FORMAT, ROWS - 1>(rows);
     constexpr int kParts = group_size(FORMAT) / part_size(FORMAT);
-    return &multiply_unpacked_rows<ROWS, kParts, has_min(FORMAT), has_table(FORMAT), quads_of_few(FORMAT)>;
+    return &multiply_unpacked_rows<ROWS, kParts, has_min(FORMAT), has_signs(FORMAT), quads_of_few(FORMAT)>;
 }
 
 // Whether weights are unpacked for many rows, or scales alone, or nothing. Where two rows share a pass, unpacking once
