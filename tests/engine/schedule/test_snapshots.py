@@ -118,7 +118,7 @@ def test_what_nobody_asks_for_ages(saved):
 def test_with_its_block_a_snapshot_is_forgotten():
     pool, (first, second, _) = snapshots_of(100, 200, 300)
     for block in (4, 5, second.block):
-        pool.learn(block, b"1", (1, block))
+        pool.known.learn(block, b"1", (1, block))
     assert pool.num_known(b"1", (1, 5, 6)) == 2
     pool.forget(second.block)
     assert (second.is_forgotten, first.num_longer, pool.count) == (True, 1, 2)

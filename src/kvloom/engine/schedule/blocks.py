@@ -102,13 +102,11 @@ class BlockPool:
         """`snapshots`: None = no layer keeps a state. `windows`: None = all layers have their keys in these blocks."""
         self.num_blocks, self.windows = num_blocks, windows
         self.host, self.snapshots = Places(num_host_blocks), snapshots or Snapshots()
-        self.states = self.snapshots.places
+        self.states, self.known = self.snapshots.places, self.snapshots.known
         self.is_caching = is_caching
         self._refs = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._part_hash_of: dict[int, bytes] = {}
-        self._part_of: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # oldest release first
         self.num_evicted = 0  # published blocks that were handed out for other contents
 
@@ -177,11 +175,8 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 self._free[block] = None
-                if self._hash_of[block] is None and not self._is_found_in_part(block):
+                if self._hash_of[block] is None and block not in self.known and not self.snapshots.is_attached(block):
                     self._free.move_to_end(block, last=False)
-
-    def _is_found_in_part(self, block: int) -> bool:
-        return block in self._part_hash_of or self.snapshots.is_attached(block)
 
     def block_of(self, key: bytes) -> int | None:
         """The block that is published under this hash."""
@@ -199,15 +194,12 @@ class BlockPool:
         self._block_of[key] = block
         return True
 
-    def publish_part(self, block: int, key: bytes) -> None:
-        """Let `part` find a block whose first tokens have this hash. Of several with one hash the first is found."""
-        if self.is_caching and block not in self._part_hash_of and key not in self._part_of:
-            self._part_hash_of[block] = key
-            self._part_of[key] = block
-
-    def part(self, key: bytes) -> int | None:
-        """A block whose first tokens have this hash. Its holders may be gone: copy it before it is handed out."""
-        return self._part_of.get(key)
+    def learn(self, block: int, parent: bytes, tokens: Sequence[int]) -> None:
+        """Let later sequences begin with a copy of the block, as far as they continue `parent` with these tokens. Its
+        holders may be gone by then: copy it before it is handed out.
+        """
+        if self.is_caching:
+            self.known.learn(block, parent, tokens)
 
     def drop_cached(self) -> list[int]:
         """Forget all cached blocks. Returns the free blocks, whose contents no sequence needs, ascending; they are
@@ -234,7 +226,6 @@ class BlockPool:
             key = self._hash_of[block]
             assert key is None or self._block_of.get(key) == block, f"block {block} has a hash that finds another block"
         assert all(self._hash_of[block] == key for key, block in self._block_of.items())
-        assert self._part_hash_of == {block: key for key, block in self._part_of.items()}
         assert self.is_caching or not self._block_of
         for snapshot in self.snapshots:
             assert 0 <= snapshot.block < self.num_blocks
@@ -245,8 +236,6 @@ class BlockPool:
         if key is not None:
             del self._block_of[key]
             self._hash_of[block] = None
-        if block in self._part_hash_of:
-            del self._part_of[self._part_hash_of.pop(block)]
 
 
 class WindowPool(BlockPool):

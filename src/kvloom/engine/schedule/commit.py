@@ -5,7 +5,14 @@ from collections.abc import Mapping, Sequence
 
 from kvloom.contract.messages import Work
 from kvloom.engine.schedule.blocks import BlockPool, WindowPool
-from kvloom.engine.schedule.keeping import begin_keep, give_up_kept, leave_state, publish_block, publish_kept
+from kvloom.engine.schedule.keeping import (
+    begin_keep,
+    give_up_kept,
+    leave_part,
+    leave_state,
+    publish_block,
+    publish_kept,
+)
 from kvloom.engine.schedule.seq import Plan, Seq, SeqStep, Status, num_blocks_of
 
 
@@ -192,8 +199,8 @@ def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPoo
         seq.num_published = num_full
         if seq.states:
             publish_kept(seq, pool)
-        else:
-            _publish_part(seq, pool, block_size)
+        elif seq.part_hash:
+            _leave_part(seq, pool, block_size)
         if pool.windows is not None:
             _drop_passed(seq, pool.windows)
     return [blocks for blocks in fresh if blocks]
@@ -210,14 +217,14 @@ def _settle_state(seq: Seq, step: SeqStep, is_accepted: bool, pool: BlockPool) -
         seq.num_computed, seq.has_gone_back = step.start, True
 
 
-def _publish_part(seq: Seq, pool: BlockPool, block_size: int) -> None:
-    """Let others begin with a copy of the block that holds the tokens of its part_hash, once these are computed."""
+def _leave_part(seq: Seq, pool: BlockPool, block_size: int) -> None:
+    """Let those who wait for it begin with a copy of the block that holds the tokens of its part_hash, once these are
+    computed.
+    """
     index = seq.part_index(block_size)
-    is_held = seq.num_dropped <= index < len(seq.block_table)
-    if seq.part_hash and is_held and seq.num_computed >= index * block_size + seq.num_in_part(block_size):
-        pool.publish_part(seq.block_table[index], seq.part_hash)
-        if pool.windows is not None:
-            pool.windows.publish_part(seq.window_table[index], seq.part_hash)
+    end = index * block_size + seq.num_in_part(block_size)
+    if end <= seq.num_computed < (index + 1) * block_size and seq.block_table[index] not in pool.known:
+        leave_part(seq, pool, block_size, end)
 
 
 def _drop_passed(seq: Seq, windows: WindowPool) -> None:
@@ -244,6 +251,8 @@ def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
         forget_swapped(seq, pool)
     else:
         leave_state(seq, pool)
+    if not pool.states.count and pool.snapshots.block_size:
+        leave_part(seq, pool, pool.snapshots.block_size, seq.num_computed)
     give_up_kept(seq, pool)
     pool.release(seq.block_table)
     if pool.windows is not None:

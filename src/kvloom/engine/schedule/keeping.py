@@ -58,17 +58,31 @@ def give_up_kept(seq: Seq, pool: BlockPool) -> None:
 def publish_block(seq: Seq, index: int, pool: BlockPool, block_size: int) -> bool:
     """Publish the full block `index` of its tables. Returns as BlockPool.publish, of the block of all tokens."""
     if pool.windows is not None and index >= seq.num_dropped:
-        pool.windows.publish(seq.window_table[index], seq.hashes[index])
+        publish_as(seq, index, seq.window_table[index], pool.windows, block_size)
     return publish_as(seq, index, seq.block_table[index], pool, block_size)
 
 
 def publish_as(seq: Seq, index: int, block: int, pool: BlockPool, block_size: int) -> bool:
     """Publish `block`, which has the contents of the full block `index` of its tokens."""
     is_new = pool.publish(block, seq.hashes[index])
-    if is_new and pool.snapshots.most:
+    if is_new:
         tokens = seq.token_ids[index * block_size : (index + 1) * block_size]
-        pool.snapshots.learn(block, seq.parent_hash(index, block_size), tokens)
+        pool.learn(block, seq.parent_hash(index, block_size), tokens)
     return is_new
+
+
+def leave_part(seq: Seq, pool: BlockPool, block_size: int, num_tokens: int) -> None:
+    """Let others begin with a copy of the block that is not full, which has the last of the first `num_tokens` tokens:
+    these are computed. Where layers keep a state, a snapshot must lie there.
+    """
+    index, count = divmod(num_tokens, block_size)
+    if not count or seq.is_whole or not seq.num_dropped <= index < len(seq.block_table):
+        return
+    extend_chain(seq.hashes, seq.token_ids, block_size, seq.salt, seq.switch)
+    parent, tokens = seq.parent_hash(index, block_size), seq.token_ids[index * block_size : num_tokens]
+    pool.learn(seq.block_table[index], parent, tokens)
+    if pool.windows is not None:
+        pool.windows.learn(seq.window_table[index], parent, tokens)
 
 
 def _add(seq: Seq, position: int, place: int, pool: BlockPool, is_lasting: bool) -> Snapshot:

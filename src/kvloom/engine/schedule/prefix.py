@@ -56,16 +56,29 @@ def find_prefix(seq: Seq, pool: BlockPool, block_size: int, may_copy: bool = Tru
         return _find_state(seq, pool, block_size, may_copy)
     reusable = seq.reusable(block_size)
     found = _find_blocks(seq, pool, reusable, block_size)
-    asked = () if seq.host_blocks else tuple(reusable[len(found.hits) :])
-    if asked or seq.host_blocks:
-        lacked, least = tuple(reusable[len(found.known) :]), (len(found.hits) + 1) * block_size
-        return found._replace(lacked=lacked, asked=asked, awaited=asked[0] if asked else b"", least=least)
-    part = pool.part(seq.part_hash) if may_copy else None
-    part_window = None if pool.windows is None else pool.windows.part(seq.part_hash)
-    if part is None or (pool.windows is not None and part_window is None):
-        return found._replace(awaited=seq.part_hash)
-    start, part_window = found.start + seq.num_in_part(block_size), -1 if part_window is None else part_window
-    return found._replace(start=start, part=part, part_window=part_window)
+    if seq.host_blocks:
+        return found._replace(lacked=tuple(reusable[len(found.known) :]))
+    asked, num_full = tuple(reusable[len(found.hits) :]), len(found.hits)
+    if asked:
+        found = found._replace(
+            lacked=tuple(reusable[len(found.known) :]), asked=asked, least=(num_full + 1) * block_size
+        )
+    if may_copy:
+        found = _with_part(seq, found, pool, block_size)
+    if found.start < seq.num_reusable:
+        found = found._replace(awaited=asked[0] if asked else seq.part_hash)
+    return found
+
+
+def _with_part(seq: Seq, found: Prefix, pool: BlockPool, block_size: int) -> Prefix:
+    """The same with the beginning of the next block, as far as a known one begins alike."""
+    parent = seq.parent_hash(found.start // block_size, block_size)
+    tokens = seq.token_ids[found.start : min(found.start + block_size, seq.num_reusable)]
+    part, count = pool.known.find(parent, tokens)
+    part_window = -1
+    if count and pool.windows is not None:
+        part_window, count = pool.windows.known.find(parent, tokens[:count])
+    return found._replace(start=found.start + count, part=part, part_window=part_window) if count else found
 
 
 def _find_blocks(seq: Seq, pool: BlockPool, reusable: list[bytes], block_size: int) -> Prefix:

@@ -83,8 +83,8 @@ class Seq:
         return max(0, min(len(self.token_ids), self.scored_from or 0) - 1) // block_size
 
     def num_in_part(self, block_size: int) -> int:
-        """How many tokens of that block others may compute for it. Only the ends of prompts are shared so, those of
-        which the last tokens are scored: several of them are asked for at once.
+        """How many tokens of that block it waits for while others compute them. Only prompts of which the last tokens
+        are scored do: several of them are asked for at once.
         """
         if self.scored_from is None or not self.may_reuse or self.switch is not None:
             return 0

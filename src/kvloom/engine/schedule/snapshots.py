@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvloom.engine.schedule.known import KnownTokens, num_common
 from kvloom.engine.schedule.places import Places
 
 Key = TypeVar("Key")
@@ -40,19 +41,8 @@ def known_base(snapshot: Snapshot | None) -> Snapshot | None:
     return snapshot
 
 
-def num_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """The number of tokens after which two sequences part."""
-    for count, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return count
-    return min(len(left), len(right))
-
-
 class Snapshots:
-    """At most `most` snapshots, those on their way included. Owned by the block pool.
-
-    Also knows the tokens of cached blocks, to find where a prompt leaves a known prefix within a block.
-    """
+    """At most `most` snapshots, those on their way included. Owned by the block pool. `known`: tokens of its blocks."""
 
     def __init__(self, num_states: int = 0, most: int = 0, block_size: int = 0, state_host_blocks: int = 0) -> None:
         """`num_states`: sequences that may run at once, each with a state; block_size in tokens; state_host_blocks: of
@@ -63,8 +53,7 @@ class Snapshots:
         self.places = Places(num_states + most)
         self._behind: dict[bytes, list[Snapshot]] = {}  # by parent
         self._on: dict[int, list[Snapshot]] = {}  # by block
-        self._tokens: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # of a cached block: its parent, its tokens
-        self._blocks_behind: dict[bytes, set[int]] = {}  # cached blocks by parent
+        self.known = KnownTokens()
         self._clock = 0.0
         self.back = 0  # tokens before the ends of prompts at which later ones leave them, as far as is known
         self.count = 0
@@ -96,9 +85,8 @@ class Snapshots:
 
     def num_known(self, parent: bytes, tokens: Sequence[int]) -> int:
         """How many of `tokens` a cached block behind `parent`, or a snapshot there, begins with."""
-        cached = (self._tokens[block][1] for block in self._blocks_behind.get(parent, ()))
-        tails = (each.tail for each in self._behind.get(parent, ()))
-        return max((num_common(tokens, known) for known in (*cached, *tails)), default=0)
+        _, num_cached = self.known.find(parent, tokens)
+        return max([num_cached, *(num_common(tokens, each.tail) for each in self._behind.get(parent, ()))])
 
     def num_passed(
         self, parent: bytes, tokens: Sequence[int], num_known: int, key_of: Callable[[int], bytes | None]
@@ -108,26 +96,17 @@ class Snapshots:
         """
         begun = tuple(tokens[:num_known])
         found = [len(each.tail) for each in self._behind.get(parent, ()) if each.tail[:num_known] == begun]
-        for block in self._blocks_behind.get(parent, ()):
-            known, key = self._tokens[block][1], key_of(block)
+        for block, known in self.known.behind(parent):
+            key = key_of(block)
             if known[:num_known] == begun and key is not None:
                 found += [len(known) + len(each.tail) for each in self._behind.get(key, ())]
         return min((end - num_known for end in found if 0 < end - num_known <= MOST_BACK), default=0)
-
-    def learn(self, block: int, parent: bytes, tokens: Sequence[int]) -> None:
-        """The block is cached, with these tokens."""
-        self._tokens[block] = parent, tuple(tokens)
-        self._blocks_behind.setdefault(parent, set()).add(block)
 
     def forget(self, block: int) -> None:
         """The block's contents are not known any more."""
         for snapshot in self._on.get(block, [])[:]:
             self._drop(snapshot)
-        if block in self._tokens:
-            parent, _ = self._tokens.pop(block)
-            self._blocks_behind[parent].discard(block)
-            if not self._blocks_behind[parent]:
-                del self._blocks_behind[parent]
+        self.known.forget(block)
 
     def touch(self, snapshot: Snapshot) -> None:
         """A sequence begins with it."""
