@@ -214,6 +214,12 @@ def test_a_full_queue_is_a_429(running: ServeProcess, http: httpx.Client):
     until(lambda: figure(http, "num_image_requests_waiting") + figure(http, "num_image_requests_running") == 0)
 
 
+def test_all_its_threads_give_way_to_other_processes(running: ServeProcess, http: httpx.Client):
+    assert paint(http).status_code == 200
+    threads = [int(thread) for thread in os.listdir(f"/proc/{painter_pid(running)}/task")]
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {5}
+
+
 def test_a_killed_process_is_told_and_started_again(running: ServeProcess, http: httpx.Client):
     pid = painter_pid(running)
     with http.stream("POST", "/v1/images/generations", json={**LONG, "stream": True}) as answer:

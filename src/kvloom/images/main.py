@@ -100,11 +100,19 @@ def serve(channel: Channel) -> None:
     except ModelError as error:
         channel.send(Failed(str(error)))
         return
+    give_way()
     channel.send(Ready(pipeline.info))
     desk = _Desk(channel)
     while True:
         paint = desk.next()
         channel.send(_painted(paint, pipeline, desk, channel))
+
+
+def give_way() -> None:
+    """Let other processes come first. Before a model is loaded, its start would take minutes beside busy ones."""
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, int(thread), _NICENESS)
 
 
 def _painted(paint: Paint, pipeline: "Pipeline", desk: _Desk, channel: Channel) -> Ended:
@@ -136,7 +144,6 @@ def _painted(paint: Paint, pipeline: "Pipeline", desk: _Desk, channel: Channel) 
 def main() -> None:
     childlog.begin(int(sys.argv[2]))
     inside.begin()
-    os.nice(_NICENESS)
     line = Line(socket.socket(fileno=int(sys.argv[1])))
     threading.Thread(target=line.send_signs, name="signs of life", daemon=True).start()
     try:
