@@ -121,10 +121,10 @@ def test_the_command_plays_it_against_a_server_and_writes_a_line_a_request(tmp_p
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
     assert [row["num_new"] for row in rows] == [46, 6, 6, 6, 1, 6, 24, 24, 24, 24, 6, 6, 6, 6, 6, 6]
-    assert all(row["num_recomputed"] <= 16 for row in rows), "a block at most"
+    assert all(row["num_recomputed"] <= 1 for row in rows), "the last token of an answer"
     assert rows[0]["peak_rss_mb"] > 10
     num_cached = sum(row["num_cached"] for row in rows)
-    assert rows[0]["block_hits"] * 16 == num_cached
+    assert 0 <= 16 * rows[0]["block_hits"] - num_cached < 16 * len(rows), "of one block a request a part alone"
     assert f"block_hits: {rows[0]['block_hits']}\n" in result.output
     assert [rows[0][name] for name in ("window_hits", "snapshot_hits", "stateless_tokens", "snapshots")] == [0] * 4
     assert "regenerated" in result.output

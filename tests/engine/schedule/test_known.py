@@ -86,3 +86,11 @@ def test_it_finds_the_longest_common_beginning_of_what_was_learned_and_not_forgo
         assert count == max(common.values(), default=0)
         assert found == -1 if count == 0 else common[found] == count
         assert (block in known) == (block in oracle)
+
+
+def test_a_copy_that_takes_the_last_block_is_not_made():
+    """All blocks are promised to the sequence. It begins behind the full ones, and does not wait for ever."""
+    engine = fake_engine(9, max_seq_len=36, max_batch=4, max_tokens_per_step=4, max_preempt=0)
+    for length in (9, 17):
+        _, num_cached = asked(engine, prompt(length), SamplingParams(temperature=0, max_tokens=36 - length))
+    assert num_cached in (8, 9)

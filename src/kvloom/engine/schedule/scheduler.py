@@ -278,18 +278,15 @@ def _plan_waiting(
         if len(steps) + len(loads) >= budget.num_seqs or budget.num_tokens == 0:
             break
         length = len(seq.token_ids)
-        num_blocks = num_blocks_of(length, block_size)
         found = find_prefix(seq, pool, block_size)
         if coming.computed and found.awaited in coming.computed:
             continue
-        if not budget.free.has(taken(found, pool).plus(needed(found, num_blocks, pool))):
+        if not _fits(seq, found, budget, pool, limits):
             found = find_prefix(seq, pool, block_size, may_copy=False)
-        if not budget.free.has(taken(found, pool).plus(needed(found, num_blocks, pool))):
+        if not _fits(seq, found, budget, pool, limits):
             break
         hits, start, begun = found.hits, found.start, taken(found, pool)
-        promised = begun.plus(needed(found, _num_promised(seq, pool, limits), pool))
-        if not budget.spare.has(promised):
-            break
+        promised = _promised(seq, found, pool, limits)
         if coming.loaded is not None and found.asked and not seq.is_asked:
             if found.asked[0] not in coming.loaded:
                 what = tuple(found.known), found.lacked, found.asked, found.least, found.snapshot
@@ -313,6 +310,16 @@ def _plan_waiting(
         budget.free.take(first_step_needs(found, start + count, pool, block_size))
         budget.spare.take(promised)
     return steps, loads
+
+
+def _fits(seq: Seq, found: Prefix, budget: _Budget, pool: BlockPool, limits: Limits) -> bool:
+    """Whether there is room for all that the sequence knows and is promised, if it begins so."""
+    known = needed(found, num_blocks_of(len(seq.token_ids), limits.block_size), pool)
+    return budget.free.has(taken(found, pool).plus(known)) and budget.spare.has(_promised(seq, found, pool, limits))
+
+
+def _promised(seq: Seq, found: Prefix, pool: BlockPool, limits: Limits) -> Need:
+    return taken(found, pool).plus(needed(found, _num_promised(seq, pool, limits), pool))
 
 
 def _admission(seq: Seq, found: Prefix, count: int, block_size: int) -> SeqStep:

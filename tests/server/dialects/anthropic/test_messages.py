@@ -69,9 +69,10 @@ def test_a_message_has_every_key_that_anthropic_documents(server: FakeServer):
 def test_cached_tokens_are_counted_beside_the_others(server: FakeServer):
     messages = [{"role": "user", "content": "a long beginning that comes twice " * 3}]
     first, second = (ask(server, messages=messages)["usage"] for _ in range(2))
-    assert first["cache_read_input_tokens"] == 0
+    assert first["cache_read_input_tokens"] < 16, "the mark of a message, and how another one began"
     assert second["cache_read_input_tokens"] >= 96
-    assert second["input_tokens"] + second["cache_read_input_tokens"] == first["input_tokens"]
+    sums = [each["input_tokens"] + each["cache_read_input_tokens"] for each in (first, second)]
+    assert sums[0] == sums[1]
 
 
 def test_why_a_message_ended(server: FakeServer):

@@ -70,7 +70,7 @@ def test_salted_prompts_are_not_shared(server: FakeServer, route: str):
         usage = ask(text, max_tokens=1, **fields).json()["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
-    assert [num_cached(), num_cached() > 0] == [0, True]
+    assert num_cached() < 16 <= num_cached()
     assert [num_cached(cache_salt="mine"), num_cached(cache_salt="mine") > 0, num_cached(cache_salt="yours")] == [
         *(0, True, 0)
     ]

@@ -81,7 +81,7 @@ def test_an_answer_that_ends_by_itself_is_completed(server: FakeServer):
 
 def test_cached_tokens_are_told(server: FakeServer):
     text = "the same long beginning, twice " * 4
-    assert respond(server, text)["usage"]["input_tokens_details"]["cached_tokens"] == 0
+    assert respond(server, text)["usage"]["input_tokens_details"]["cached_tokens"] < 16, "the mark of a message"
     assert respond(server, text)["usage"]["input_tokens_details"]["cached_tokens"] >= 96
 
 
