@@ -130,7 +130,7 @@ check: setup
 # Every branch of the pure modules is taken by an example that somebody wrote: nothing here is drawn.
 PURE := kvloom/engine/schedule/again kvloom/engine/schedule/ahead kvloom/engine/schedule/blocks kvloom/engine/schedule/scheduler kvloom/engine/schedule/commit \
   kvloom/engine/schedule/seq kvloom/engine/schedule/policies kvloom/engine/schedule/repute kvloom/engine/schedule/suspicion \
-  kvloom/engine/schedule/guessing kvloom/engine/schedule/lookup kvloom/engine/schedule/by_model kvloom/engine/schedule/recent kvloom/engine/schedule/profit kvloom/engine/schedule/snapshots kvloom/engine/schedule/keeping kvloom/engine/schedule/prefix kvloom/engine/schedule/free kvloom/engine/schedule/swap kvloom/engine/schedule/places kvloom/engine/schedule/transfers \
+  kvloom/engine/schedule/guessing kvloom/engine/schedule/lookup kvloom/engine/schedule/by_model kvloom/engine/schedule/recent kvloom/engine/schedule/profit kvloom/engine/schedule/known kvloom/engine/schedule/snapshots kvloom/engine/schedule/keeping kvloom/engine/schedule/prefix kvloom/engine/schedule/free kvloom/engine/schedule/swap kvloom/engine/schedule/places kvloom/engine/schedule/transfers \
   kvloom/engine/schedule/cost kvloom/engine/schedule/pace \
   kvloom/engine/text/stop kvloom/engine/text/detok kvloom/contract/capacity kvloom/net/sites \
   kvloom/pool/storage/allocator kvloom/pool/storage/evict kvloom/pool/storage/budget kvloom/pool/cluster/placement \
@@ -145,7 +145,7 @@ PURE := kvloom/engine/schedule/again kvloom/engine/schedule/ahead kvloom/engine/
   kvloom/checkpoints/fields
 PURE_TESTS := engine/schedule/test_again \
   engine/schedule/test_ahead engine/schedule/test_cost engine/schedule/test_pace engine/schedule/test_suspicion \
-  engine/schedule/test_blocks engine/schedule/test_snapshots engine/schedule/test_scheduler engine/schedule/test_policies \
+  engine/schedule/test_blocks engine/schedule/test_known engine/schedule/test_snapshots engine/schedule/test_scheduler engine/schedule/test_policies \
   engine/schedule/test_speculation engine/schedule/test_profit engine/schedule/test_by_model engine/test_forced_tokens engine/schedule/test_recent engine/schedule/test_state_tier engine/schedule/test_rollback engine/schedule/test_swap engine/schedule/test_windows engine/schedule/test_window_tier engine/schedule/test_transfers engine/test_giving engine/test_scored \
   engine/text/test_stop engine/text/test_detok engine/schedule/test_memory net/test_sites \
   pool/storage/test_properties pool/storage/test_allocator ems/test_breaker ems/wire/test_packing \

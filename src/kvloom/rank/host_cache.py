@@ -45,24 +45,20 @@ class SwapCache:
 
     def save(self, pairs: Pairs, windows: Pairs = (), states: States = ()) -> None:
         """Copy to the host: (device block, host block), and the states at places."""
-        for own, parts in ((pairs, self._parts), (windows, self._windows)):
-            for part, host in parts:
-                for block, host_block in own:
-                    self._copy(host[host_block], part[block])
-        for piece, state in self._pieces(states):
-            self._copy(piece, state)
+        for host, device in self._sides(pairs, windows, states):
+            self._copy(host, device)
 
     def load(self, pairs: Pairs, windows: Pairs = (), states: States = ()) -> None:
         """Copy back: (host block, device block), and the states to places."""
+        for host, device in self._sides(_turned(pairs), _turned(windows), states):
+            self._copy(device, host)
+
+    def _sides(self, pairs: Pairs, windows: Pairs, states: States) -> Iterator[tuple[Any, Any]]:
+        """The bytes on the host and on the device: of (device block, host block), and of each piece of the states."""
         for own, parts in ((pairs, self._parts), (windows, self._windows)):
             for part, host in parts:
-                for host_block, block in own:
-                    self._copy(part[block], host[host_block])
-        for piece, state in self._pieces(states):
-            self._copy(state, piece)
-
-    def _pieces(self, states: States) -> Iterator[tuple[Any, Any]]:
-        """Each piece of the states on the host, and on the device."""
+                for block, host_block in own:
+                    yield host[host_block], part[block]
         width = self._host.shape[1]
         for place, host_blocks in states:
             whole = self._states[place]
@@ -83,3 +79,7 @@ class SwapCache:
             self.load(first, first_window)
             times.append((time.perf_counter() - started) / 2)
         return min(times, default=0.0)
+
+
+def _turned(pairs: Pairs) -> Pairs:
+    return [(second, first) for first, second in pairs]
