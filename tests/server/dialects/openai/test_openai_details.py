@@ -116,6 +116,11 @@ def test_an_answer_that_cannot_fit_beside_its_prompt_is_refused(field: str, stre
         )
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_a_length_that_no_message_can_count_is_refused_under_its_name(server: FakeServer, field: str):
+    assert refused(server.chat("hi", **{field: 10**15})) == (400, field)
+
+
 def test_a_text_completion_that_cannot_fit_is_refused_too():
     with fake_server(max_seq_len=64) as server:
         assert server.complete("x" * 40, max_tokens=24, **GREEDY).json()["usage"]["total_tokens"] == 64

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from kvloom.contract.config import MAX_COUNT
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.numbers import whole
 from kvloom.contract.sampling import SamplingParams
@@ -143,7 +144,7 @@ class Prediction(msgspec.Struct):
 
 class ChatBody(SamplingBody, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, bounds("logprobs")] | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
