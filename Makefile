@@ -136,7 +136,7 @@ PURE := kvloom/engine/schedule/again kvloom/engine/schedule/ahead kvloom/engine/
   kvloom/pool/storage/allocator kvloom/pool/storage/evict kvloom/pool/storage/budget kvloom/pool/cluster/placement \
   ems/keys ems/common/breaker ems/wire/messages ems/wire/packing ems/wire/frames \
   kvloom/gewu/protocol/frames kvloom/gewu/protocol/jsontext kvloom/gewu/protocol/schema kvloom/gewu/qos \
-  kvloom/gewu/service/company kvloom/gewu/service/room kvloom/gewu/service/sessions kvloom/gewu/service/memory \
+  kvloom/gewu/service/frame_budget kvloom/gewu/service/sessions kvloom/gewu/service/memory \
   kvloom/contract/states kvloom/contract/windows kvloom/server/chat/output kvloom/server/chat/reasoning kvloom/server/chat/fold kvloom/server/chat/turns kvloom/server/chat/open_tagged \
   kvloom/server/chat/elements \
   kvloom/checkpoints/quantized/blocks kvloom/checkpoints/quantized/small_blocks kvloom/checkpoints/quantized/numbers kvloom/checkpoints/quantized/packed \
@@ -150,7 +150,7 @@ PURE_TESTS := engine/schedule/test_again \
   engine/text/test_stop engine/text/test_detok engine/schedule/test_memory net/test_sites \
   pool/storage/test_properties pool/storage/test_allocator ems/test_breaker ems/wire/test_packing \
   ems/wire/test_wire gewu/protocol/test_frames gewu/service/test_crashes gewu/protocol/test_schema \
-  gewu/service/test_qos gewu/service/test_room gewu/service/test_sessions gewu/service/test_memory \
+  gewu/service/test_qos gewu/service/test_frame_budget gewu/service/test_sessions gewu/service/test_memory \
   server/chat/test_chat_output server/chat/test_fold server/chat/test_missing_marks server/chat/test_elements engine/weights/test_blocks engine/weights/test_quantized_folders \
   engine/weights/test_quantization_config engine/weights/test_tool_folders
 comma := ,

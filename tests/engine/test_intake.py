@@ -12,8 +12,7 @@ from kvloom.contract.messages import Batch
 from kvloom.contract.request import Delta, FinishReason, Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.inbox import Add, Drop, Unload
-from kvloom.engine.intake import MAX_REQUESTS, MAX_WEIGHT, Intake, weight
+from kvloom.engine.inbox import MAX_REQUESTS, MAX_WEIGHT, Add, Drop, Intake, Unload, weight
 from kvloom.engine.link.executor import InProcessExecutor
 from kvloom.engine.thread import EngineThread
 from kvloom.rank.fake import ByteTokenizer, FakeRunner

@@ -16,8 +16,7 @@ from kvloom.contract.request import Delta, FinishReason
 from kvloom.engine.adapters import Adapter
 from kvloom.engine.completed import CompletedLog
 from kvloom.engine.driven import Driven
-from kvloom.engine.inbox import Add, Asked, Drop, Load, Message, Reset, Sleep, Unload, Wake
-from kvloom.engine.intake import Intake
+from kvloom.engine.inbox import Add, Asked, Drop, Intake, Load, Message, Reset, Sleep, Unload, Wake
 from kvloom.engine.link.executor import Process, RankDied
 from kvloom.engine.outage import Outage
 

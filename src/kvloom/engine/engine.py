@@ -24,9 +24,9 @@ from kvloom.engine.completed import StepSize
 from kvloom.engine.counts import Counts, gauges
 from kvloom.engine.drafting import Drafting
 from kvloom.engine.giving import GivenEnds, check_giving, giving_of
+from kvloom.engine.limits import limits_of, pool_of
 from kvloom.engine.link.executor import Executor
 from kvloom.engine.live import Arrivals, Fresh, Live, oldest_wait_s
-from kvloom.engine.room import limits_of, pool_of
 from kvloom.engine.schedule import commit
 from kvloom.engine.schedule.again import Again
 from kvloom.engine.schedule.ahead import may_follow, must_wait

@@ -9,14 +9,14 @@ from functools import cache
 from typing import Any
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.bindings.openssl.binding import Binding
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from OpenSSL import SSL, crypto
 
-from kvloom.net.tls import check_files
+from kvloom.net.tls import authorities, check_files, revocation_lists
 from kvloom.net.tlsconfig import TlsConfig, TlsError
-from kvloom.net.trust import Trust
 
 
 class MutualTls:
@@ -52,6 +52,31 @@ class MutualTls:
         connection = SSL.Connection(self._context, None)
         (connection.set_accept_state if is_server else connection.set_connect_state)()
         return connection
+
+
+class Trust:
+    """The CAs and revocation lists of the files as they were when this was made. May be called from any thread."""
+
+    def __init__(self, config: TlsConfig) -> None:
+        """Raises TlsError."""
+        self._authorities = authorities(config)
+        self.lists = revocation_lists(config)
+        self._revoked = frozenset((each.issuer, one.serial_number) for each in self.lists for one in each)
+
+    def accepts(self, chain: Sequence[x509.Certificate]) -> bool:
+        """Whether a CA has issued the first certificate, directly or through others of `chain`, and none on that way is
+        revoked. For certificates that were accepted before: usage and dates are not looked at.
+        """
+        current, others = chain[0], list(chain[1:])
+        while (current.issuer, current.serial_number) not in self._revoked:
+            if any(current == each or _has_issued(each, current) for each in self._authorities):
+                return True
+            above = next((each for each in others if _has_issued(each, current)), None)
+            if above is None:
+                return False
+            others.remove(above)
+            current = above
+        return False
 
 
 def refusal_of(connection: SSL.Connection) -> str:
@@ -116,3 +141,11 @@ def _check_usage(config: TlsConfig) -> None:
     if not {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH} <= set(usage):
         what = f"the certificate in {config.cert} must be for servers and clients, a node is both"
         raise TlsError(f"{config.names.cert}: {what}")
+
+
+def _has_issued(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True

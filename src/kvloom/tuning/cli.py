@@ -20,7 +20,6 @@ from kvloom.contract.errors import BadRequest
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.server.config.backends import named_backend
 from kvloom.server.run.launch import DEMO_MODEL, read_model_card
-from kvloom.tuning import options
 from kvloom.tuning.dataset import MAX_ROW_TOKENS, RowRules, convert, read_rows, read_texts, write_rows
 from kvloom.tuning.engine_test import print_figures
 from kvloom.tuning.fleet.cli import FleetOptions, run_fleet
@@ -56,32 +55,75 @@ def dataset(
     console.print(f"{len(rows)} rows, {sum(map(len, rows))} tokens in {output}", highlight=False, soft_wrap=True)
 
 
+# The options of `kvloom simulate`.
+MAX_BLOCKS = 10_000_000  # most simulated blocks, each of which takes 100 bytes of bookkeeping
+MAX_REPLICAS = 10_000
+_MEASURED = "Step times of an engine; measured and written when not there."
+
+Times = Annotated[Path, typer.Option(help=_MEASURED)]
+Config = Annotated[Path | None, typer.Option(help="A config.json; else the defaults and --model.")]
+Model = Annotated[str | None, typer.Option(help="What is measured without --config; smollm2 unless given.")]
+Backend = Annotated[str | None, typer.Option(help="auto, cpu, torch or mock, without --config.")]
+MaxBatch = Annotated[int | None, typer.Option(min=1, help="Most requests in a step.")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens of a step.")]
+NumBlocks = Annotated[int | None, typer.Option(min=2, max=MAX_BLOCKS, help="KV blocks, instead of those measured.")]
+NumHostBlocks = Annotated[int | None, typer.Option(min=0, max=MAX_BLOCKS, help="Blocks for what is swapped out.")]
+Policy = Annotated[int | None, typer.Option(help="0 FCFS, 1 STATE, 3 MLFQ.")]
+MaxGap = Annotated[float | None, typer.Option(min=0, callback=finite, help="Longest step beside streams; 0 = any.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only so many requests, from the first line on.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+Fleet = Annotated[bool, typer.Option("--fleet", help="Many replicas; the options below are of it.")]
+Replicas = Annotated[int | None, typer.Option(min=1, max=MAX_REPLICAS, help="So many; else as few as keep the SLO.")]
+MaxReplicas = Annotated[int, typer.Option(min=1, max=MAX_REPLICAS, help="Most that are tried for the SLO.")]
+RoutingNames = Annotated[
+    list[str] | None,
+    typer.Option("--routing", help="prefix (as a fleet routes), power_of_two, round_robin; repeatable."),
+]
+Prefill = Annotated[int, typer.Option(min=0, max=MAX_REPLICAS, help="More replicas, that only compute long prompts.")]
+PrefillFrom = Annotated[int, typer.Option(min=1, help="Tokens from which on a prompt is long.")]
+PoolSpeed = Annotated[
+    float,
+    typer.Option("--pool-gb-s", min=0.001, callback=finite, help="GB a second out of the pool, for such prompts."),
+]
+Failures = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fail", help="A replica that is lost: from when, which, for how many seconds, as 30:0:20; repeatable."
+    ),
+]
+SloTtft = Annotated[float | None, typer.Option(help="Longest time to the first token.")]
+SloTpot = Annotated[float | None, typer.Option(help="Longest mean time of a further token.")]
+SloPercentile = Annotated[float, typer.Option(help="Of the requests, that are to keep it.")]
+Plot = Annotated[Path | None, typer.Option(help="An HTML page with the picture.")]
+
+
 def simulate(
     trace: Annotated[Path, typer.Argument(help="Requests: this project's or Mooncake's JSONL, or BurstGPT's CSV.")],
-    times: options.Times = Path("step_times.json"),
-    config: options.Config = None,
-    model: options.Model = None,
-    backend: options.Backend = None,
-    max_batch: options.MaxBatch = None,
-    max_tokens_per_step: options.MaxTokens = None,
-    num_blocks: options.NumBlocks = None,
-    num_host_blocks: options.NumHostBlocks = None,
-    policy: options.Policy = None,
-    max_gap_ms: options.MaxGap = None,
-    limit: options.Limit = None,
-    as_json: options.AsJson = False,
-    fleet: options.Fleet = False,
-    replicas: options.Replicas = None,
-    max_replicas: options.MaxReplicas = 64,
-    routing: options.RoutingNames = None,
-    prefill: options.Prefill = 0,
-    prefill_from: options.PrefillFrom = 512,
-    pool_gb_s: options.PoolSpeed = 2.0,
-    fail: options.Failures = None,
-    slo_ttft_ms: options.SloTtft = None,
-    slo_tpot_ms: options.SloTpot = None,
-    slo_percentile: options.SloPercentile = 99.0,
-    plot: options.Plot = None,
+    times: Times = Path("step_times.json"),
+    config: Config = None,
+    model: Model = None,
+    backend: Backend = None,
+    max_batch: MaxBatch = None,
+    max_tokens_per_step: MaxTokens = None,
+    num_blocks: NumBlocks = None,
+    num_host_blocks: NumHostBlocks = None,
+    policy: Policy = None,
+    max_gap_ms: MaxGap = None,
+    limit: Limit = None,
+    as_json: AsJson = False,
+    fleet: Fleet = False,
+    replicas: Replicas = None,
+    max_replicas: MaxReplicas = 64,
+    routing: RoutingNames = None,
+    prefill: Prefill = 0,
+    prefill_from: PrefillFrom = 512,
+    pool_gb_s: PoolSpeed = 2.0,
+    fail: Failures = None,
+    slo_ttft_ms: SloTtft = None,
+    slo_tpot_ms: SloTpot = None,
+    slo_percentile: SloPercentile = 99.0,
+    plot: Plot = None,
 ) -> None:
     """Replay a trace of requests against the scheduler, without a model: what a policy, a size or a fleet would do."""
     arrivals = read_trace(trace, limit)
@@ -166,8 +208,8 @@ def _bar() -> Progress:
 def tune(
     output: Annotated[Path, typer.Option(help="Folder for results; an interrupted run goes on there.")] = Path("tune"),
     config: Annotated[Path | None, typer.Option(help="A config.json to begin with; else --model.")] = None,
-    model: options.Model = None,
-    backend: options.Backend = None,
+    model: Model = None,
+    backend: Backend = None,
     lpot: Annotated[
         float | None, typer.Option(min=0.001, callback=finite, help="Longest mean ms of an output token.")
     ] = None,

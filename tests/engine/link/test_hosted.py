@@ -15,7 +15,7 @@ from kvloom.contract.errors import BadRequest, GenerationFailed, ModelError, Ser
 from kvloom.contract.request import Delta, FinishReason, Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.hosted.engine import GUILTY
-from kvloom.engine.hosted.going_on import OTHERWISE
+from kvloom.engine.hosted.resumable import OTHERWISE
 from kvloom.engine.thread import EngineThread
 from kvloom.rank.opening import model_tokenizer
 from kvloom.vllm.opening import check, open_engine

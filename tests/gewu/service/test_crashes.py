@@ -14,10 +14,9 @@ from kvloom.gewu.prober.probe import Found
 from kvloom.gewu.protocol.messages import Abort, Job, Listeners, Open, Order, WorkerInfo
 from kvloom.gewu.protocol.schema import Chat
 from kvloom.gewu.qos import Level
-from kvloom.gewu.service.company import company
 from kvloom.gewu.service.ledger import Ledger
 from kvloom.gewu.service.models import Models, Outcomes
-from kvloom.gewu.service.sessions import Phase, Request, Session, Sessions
+from kvloom.gewu.service.sessions import Phase, Request, Session, Sessions, batch_group
 from kvloom.gewu.service.settings import Settings, read_settings
 
 CHAT = Chat((("user", "hello"),), max_tokens=20)
@@ -34,26 +33,26 @@ def started(id: int, level: Level = Level.DEFAULT, num_tokens: int = 0) -> Reque
 
 def test_all_go_together_unless_a_process_died_of_one():
     requests = [started(1), started(2), started(3)]
-    assert company(requests, {requests[0].key}, Level.BACKGROUND) == requests
+    assert batch_group(requests, {requests[0].key}, Level.BACKGROUND) == requests
 
 
 def test_suspects_go_alone_the_highest_class_first_and_others_wait_for_them():
     low, high, other = started(1), started(2, Level.USER_INTERACTIVE), started(3, Level.USER_INTERACTIVE)
     assert not any(request.repute.accuse(0) for request in (low, high))
     requests = [low, high, other]
-    assert company(requests, set(), Level.BACKGROUND) == [high]
-    assert company(requests, {low.key}, Level.BACKGROUND) == [low], "who has begun goes on"
+    assert batch_group(requests, set(), Level.BACKGROUND) == [high]
+    assert batch_group(requests, {low.key}, Level.BACKGROUND) == [low], "who has begun goes on"
     high.answer += [1, 2]
-    assert company(requests, {high.key}, Level.BACKGROUND) == [low]
+    assert batch_group(requests, {high.key}, Level.BACKGROUND) == [low]
     low.answer += [1, 2]
-    assert company(requests, {low.key}, Level.BACKGROUND) == requests
+    assert batch_group(requests, {low.key}, Level.BACKGROUND) == requests
 
 
 def test_nobody_waits_for_a_suspect_that_may_not_run():
     paused, other = started(1, Level.BACKGROUND), started(2)
     paused.repute.accuse(0)
-    assert company([paused, other], {paused.key}, Level.DEFAULT) == [other]
-    assert company([paused, other], {other.key}, Level.BACKGROUND) == [paused]
+    assert batch_group([paused, other], {paused.key}, Level.DEFAULT) == [other]
+    assert batch_group([paused, other], {other.key}, Level.BACKGROUND) == [paused]
 
 
 # -- processes that die

@@ -23,8 +23,8 @@ from kvloom.gewu.hosts.fake import FakeSettings
 from kvloom.gewu.protocol.frames import PROTOCOL, Frame, encode
 from kvloom.gewu.service.connection import Connection
 from kvloom.gewu.service.daemon import Daemon
+from kvloom.gewu.service.frame_budget import FrameBudgets
 from kvloom.gewu.service.listener import Acceptor
-from kvloom.gewu.service.room import Rooms
 from kvloom.gewu.service.settings import Settings
 from kvloom.gewu.service.system import _process_bytes
 from tests.support.waiting import WAIT_S, until
@@ -248,7 +248,7 @@ def test_a_frame_that_is_never_whole_ends_its_connection():
     async def run() -> None:
         ours, theirs = socket.socketpair()
         ended: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
-        connection = Connection(theirs, lambda *_: None, ended.set_result, Rooms(), frame_s=0.01)
+        connection = Connection(theirs, lambda *_: None, ended.set_result, FrameBudgets(), frame_s=0.01)
         ours.sendall(HELLO + b"C 1 1 0")
         assert await ended is connection
         ours.close()

@@ -3,7 +3,7 @@
 import logging
 
 from kvloom.net.devcerts import issue_node, make_authority, make_crl
-from kvloom.net.trust import Trust
+from kvloom.net.mutual import Trust
 from kvloom.writing import write_private
 from tests.pool.cluster.test_peer_tls import HASHES, channels, load_at, num_called, save_at, two
 from tests.support.pool.node_tls import NodeFiles

@@ -1,7 +1,7 @@
 """HostedEngine: an engine whose requests are scheduled and computed in another process, a Host.
 
 Text, stop strings and finish reasons are made here, as for kvloom's own engine, so all dialects behave alike. A step is
-what the host reports at once. When a host dies, requests wait for the next one and continue there (going_on.py).
+what the host reports at once. When a host dies, requests wait for the next one and continue there (resumable.py).
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.adapters import Adapter, Adapters
 from kvloom.engine.completed import StepSize
 from kvloom.engine.counts import Counts
-from kvloom.engine.hosted.going_on import OTHERWISE, behind, follows
 from kvloom.engine.hosted.host import Host
+from kvloom.engine.hosted.resumable import OTHERWISE, behind, follows
 from kvloom.engine.live import Arrivals, Live
 from kvloom.engine.schedule.repute import Repute
 from kvloom.engine.stats import Stats

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from kvloom.gewu.codes import Code, Refused
 from kvloom.gewu.descriptors import is_spare
 from kvloom.gewu.protocol.frames import PROTOCOL, Frame, FrameDecoder, FrameError, encode
-from kvloom.gewu.service.room import Rooms
+from kvloom.gewu.service.frame_budget import FrameBudgets
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Connection:
         sock: socket.socket,
         on_frame: Callable[["Connection", Frame], None],
         on_end: Callable[["Connection"], None],
-        rooms: Rooms,
+        budgets: FrameBudgets,
         frame_s: float = _FRAME_S,
     ) -> None:
         """A client whose frame is not complete `frame_s` after its beginning is disconnected."""
@@ -45,7 +45,7 @@ class Connection:
         self._decoder = FrameDecoder()
         self._fds: deque[int] = deque()  # descriptors received and not taken
         self._unsent = bytearray()
-        self._rooms = rooms
+        self._budgets = budgets
         self._frame_s = frame_s
         self._deadline: asyncio.TimerHandle | None = None  # timeout of the frame that has begun
         self._has_room = False  # whether there is memory for it
@@ -79,7 +79,7 @@ class Connection:
             if data:
                 self._loop.add_writer(self._sock, self._write)
         self._unsent += data
-        largest = self._rooms.unsent.set(self, len(self._unsent))
+        largest = self._budgets.unsent.set(self, len(self._unsent))
         if isinstance(largest, Connection):
             log.warning("cut off process %d, which reads none of its replies", largest.pid)
             largest.close()
@@ -92,7 +92,7 @@ class Connection:
         self._loop.remove_writer(self._sock)
         self._sock.close()
         self._end_frame()
-        self._rooms.unsent.leave(self)
+        self._budgets.unsent.leave(self)
         for fd in self._fds:
             if fd != _LOST_FD:
                 os.close(fd)
@@ -130,7 +130,7 @@ class Connection:
         """A frame has begun. A long one is left unread until there is memory for it."""
         length = self._decoder.length
         if length > _READ_BYTES and not self._has_room:
-            self._has_room = self._rooms.unread.take(self, length, self._resume)
+            self._has_room = self._budgets.unread.take(self, length, self._resume)
             if not self._has_room:
                 self._loop.remove_reader(self._sock)
                 self._stop_clock()
@@ -151,7 +151,7 @@ class Connection:
         """The frame is complete, or never will be: free its timer and memory."""
         self._has_room = False
         self._stop_clock()
-        self._rooms.unread.leave(self)
+        self._budgets.unread.leave(self)
 
     def _stop_clock(self) -> None:
         if self._deadline is not None:
@@ -186,7 +186,7 @@ class Connection:
         except OSError:
             self.close()
             return
-        self._rooms.unsent.set(self, len(self._unsent))
+        self._budgets.unsent.set(self, len(self._unsent))
         if not self._unsent:
             self._loop.remove_writer(self._sock)
 

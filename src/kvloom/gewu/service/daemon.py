@@ -21,11 +21,11 @@ from kvloom.gewu.protocol.schema import parse_chat, reply, waiting
 from kvloom.gewu.qos import effective_level
 from kvloom.gewu.service.connection import Connection
 from kvloom.gewu.service.creation import Creation
+from kvloom.gewu.service.frame_budget import FrameBudgets
 from kvloom.gewu.service.ledger import Ledger
 from kvloom.gewu.service.listener import Acceptor, Listener, Renewed, keep_reachable
 from kvloom.gewu.service.models import Models, Outcomes
 from kvloom.gewu.service.psi import Watcher, open_triggers
-from kvloom.gewu.service.room import Rooms
 from kvloom.gewu.service.sessions import Phase, Request, Session, Sessions
 from kvloom.gewu.service.settings import Settings
 from kvloom.gewu.service.system import is_power_short, measure_processes
@@ -49,7 +49,7 @@ class Daemon:
         on = Outcomes(self._take_events, self._fail)
         self._models = Models(opener, settings, self._sessions, ledger, on)
         self._creation = Creation(settings, self._prober, self._sessions, self._models)
-        self._rooms = Rooms()
+        self._budgets = FrameBudgets()
         self._connections: dict[int, Connection] = {}
         self._last_id = 0
         self._operations: dict[str, Callable[[Connection, Frame], None]] = {
@@ -97,7 +97,7 @@ class Daemon:
     # -- clients
 
     def _accept(self, sock: socket.socket) -> None:
-        connection = Connection(sock, self._take_frame, self._end, self._rooms)
+        connection = Connection(sock, self._take_frame, self._end, self._budgets)
         self._last_id += 1
         connection.id = self._last_id
         self._connections[connection.id] = connection

@@ -2,19 +2,25 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from kvloom.contract.errors import ModelError
 from kvloom.gewu.modelfiles import ModelFiles
 from kvloom.gewu.prober.probe import Found
-from kvloom.gewu.protocol.messages import Floor, Host, Job
+from kvloom.gewu.protocol.messages import Floor, Host, Job, Listeners, Open, Opener
 from kvloom.gewu.service.memory import kv_need
 from kvloom.gewu.service.sessions import Request
+from kvloom.processes.keeper import Keeper
+
+log = logging.getLogger(__name__)
 
 # tokens of a model's KV cache, all its sessions together, when there is room and no session asks for more
 KV_TOKENS = 8_192
+_CHANGED = "the model's files were changed since this session was created; create a new session"
 
 
 class State(Enum):
@@ -118,3 +124,45 @@ async def close_host(host: Host | None, loading: asyncio.Task[None] | None) -> N
             await loading
     if host is not None:
         await host.close()
+
+
+class FilesChanged(ModelError):
+    """The files have changed: trying again does not help."""
+
+
+async def open_host(model: Model, opener: Opener, setup: Open, on: Listeners, patience_s: float) -> Host:
+    """Raises ModelError, also when the files are not, or no longer, those that were examined.
+
+    After the death of a process whose requests wait, it retries until `patience_s` have passed since then.
+    """
+    keeper = Keeper()
+    while True:
+        try:
+            return await _open_unchanged(model, opener, setup, on)
+        except FilesChanged:
+            raise
+        except ModelError as error:
+            left_s = model.patience_left_s(patience_s)
+            if not left_s:
+                raise
+            pause_s = keeper.pause_s()
+            log.warning("%s: %s; the next try is in %g s", model.found.path, error, pause_s)
+            await asyncio.sleep(min(pause_s, left_s))
+        except Exception:  # a bug here, or no thread for it, must not leave apps waiting for ever
+            log.exception("%s cannot be loaded", model.found.path)
+            raise ModelError("the service failed; its log says more") from None
+
+
+async def _open_unchanged(model: Model, opener: Opener, setup: Open, on: Listeners) -> Host:
+    if not await asyncio.to_thread(model.is_unchanged):
+        raise FilesChanged(_CHANGED)
+    try:
+        host = await opener(setup, model.files, on)
+    except ModelError:
+        if model.is_unchanged():
+            raise
+        raise FilesChanged(_CHANGED) from None  # what it met there is of no use to anyone
+    if not model.is_unchanged():
+        await host.close()
+        raise FilesChanged(_CHANGED)
+    return host

@@ -18,7 +18,6 @@ from kvloom.gewu.modelfiles import ModelFiles
 from kvloom.gewu.prober.probe import Found
 from kvloom.gewu.protocol.messages import Abort, Event, Floor, Listeners, Open, Opener
 from kvloom.gewu.qos import Level
-from kvloom.gewu.service.company import company
 from kvloom.gewu.service.ledger import Ledger
 from kvloom.gewu.service.memory import (
     MIN_KV_TOKENS,
@@ -27,9 +26,8 @@ from kvloom.gewu.service.memory import (
     kv_tokens,
     plan_admission,
 )
-from kvloom.gewu.service.model import Model, State, close_host, job_of
-from kvloom.gewu.service.opening import open_host
-from kvloom.gewu.service.sessions import Request, Session, Sessions
+from kvloom.gewu.service.model import Model, State, close_host, job_of, open_host
+from kvloom.gewu.service.sessions import Request, Session, Sessions, batch_group
 from kvloom.gewu.service.settings import Settings
 from kvloom.gewu.service.system import measure_processes, read_memory
 
@@ -132,7 +130,7 @@ class Models:
     def _send_all(self, model: Model) -> None:
         """Send the host all requests that it should have now; abort those that it should not, which continue later."""
         started = self._started(model)
-        wanted = company(started, model.sent, self._hard_floor)
+        wanted = batch_group(started, model.sent, self._hard_floor)
         for request in [request for request in started if request.key in model.sent and request not in wanted]:
             self._abandon(request)
         for request in wanted:

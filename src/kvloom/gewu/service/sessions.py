@@ -1,10 +1,11 @@
-"""Sessions and requests of all clients. Pure bookkeeping: who may submit, which request is next, what ends with what.
+"""Sessions and requests of all clients. Pure bookkeeping: who may submit, which request is next, which run together,
+what ends with what.
 
 A request is QUEUED behind the earlier ones of its session, or STARTED: handed to the model, loaded or not. Each session
 has one started request at a time, the oldest.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -173,3 +174,16 @@ class Sessions:
             phases = [request.phase for request in session.requests]
             assert Phase.ENDED not in phases
             assert Phase.STARTED not in phases[1:], "only the oldest request of a session is started"
+
+
+def batch_group(started: Sequence[Request], sent: Collection[str], hard_floor: Level) -> list[Request]:
+    """The started requests of a model that its process should run together now; `sent`: keys of those that it has.
+
+    All requests in a process that dies become suspects, and run alone from then on until they are cleared (repute.py):
+    before all others, the highest class first. A suspect below `hard_floor` would not run, so others
+    do not wait for it.
+    """
+    suspects = [request for request in started if request.is_suspect and request.level >= hard_floor]
+    if not suspects:
+        return [request for request in started if not request.is_suspect]
+    return [min(suspects, key=lambda request: (request.key not in sent, -request.level))]

@@ -16,8 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from kvloom.contract.errors import Unavailable
 from kvloom.server.errors import BodyTooSlow
-from kvloom.server.http.http10 import without_chunks
-from kvloom.server.http.upgrades import DecliningParser
+from kvloom.server.http.versions import DecliningParser, without_chunks
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.server.dialects.anthropic.cut_json import object_so_far
+from kvloom.server.dialects.anthropic.shapes import object_so_far
 from tests.support.lazily import lazily
 
 jiter = lazily("jiter")  # the parser of Anthropic's client

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.server.dialects.responses.calls import InputText
+from kvloom.server.dialects.openai.custom import InputText
 from tests.support.models.templates import HERMES, TemplateTokenizer
 from tests.support.scripted import scripted_server
 from tests.support.servers import MODEL, FakeServer, fake_server

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jiter
 import msgspec
 
 from kvloom.contract.errors import ServingError
 from kvloom.contract.request import Delta, FinishReason
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.server.chat.output import ChatOutput
-from kvloom.server.dialects.anthropic.cut_json import object_so_far
 from kvloom.server.dialects.ids import new_id
 from kvloom.server.errors import anthropic_error
 from kvloom.server.http.reply import Reply
@@ -172,3 +172,17 @@ class MessageWriter:
             "output_tokens": self._num_output,
             **({"output_tokens_details": {"thinking_tokens": num_thinking}} if num_thinking else {}),
         }
+
+
+def object_so_far(text: str) -> dict[str, Any]:
+    """The JSON object that `text` is or begins, without a string or word that is cut, read
+    with the parser of Anthropic's client; {} where it is none."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        pass
+    try:
+        found = jiter.from_json(text.encode(), partial_mode=True, allow_inf_nan=False)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -4,10 +4,11 @@ Like vLLM's, names with its prefix have the label `engine`; there is one engine 
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvloom.contract.capacity import SHARE
 from kvloom.contract.errors import ServingError
@@ -20,7 +21,6 @@ from kvloom.server.dialects.operators.metrics_names import (
     PICTURE_COUNTERS,
     PICTURE_GAUGES,
 )
-from kvloom.server.dialects.operators.metrics_passed import passed_on
 from kvloom.server.errors import ErrorReply, tgi_reply
 from kvloom.server.http.reply import Endpoint, HttpRequest, Reply
 from kvloom.server.observe.meter import Throughput
@@ -31,6 +31,8 @@ from kvloom.server.serving.service import GenerationService
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FINISHED = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+_PREFIX = "vllm:"  # of metrics that are passed on
+_MODEL = "model_name"
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by the sleeper's level
 
 
@@ -63,7 +65,7 @@ class Metrics:
         for family in self._own():
             known.add(family.name)
             yield family
-        yield from passed_on(self._models, known)
+        yield from _passed_on(self._models, known)
 
     def _own(self) -> Iterator[Metric]:
         services = list(self._models)
@@ -253,3 +255,20 @@ def _label_names(name: str) -> list[str]:
 
 def _labels(name: str, service: GenerationService) -> list[str]:
     return [service.name, "0"] if name.startswith("vllm:") else [service.name]
+
+
+def _passed_on(services: Iterable[GenerationService], known: Collection[str]) -> Iterator[Metric]:
+    """Metrics of a foreign engine (vLLM's own), of families that are not `known`, with the names under which the models
+    are served.
+    """
+    found: dict[str, Metric] = {}
+    for service in services:
+        text = service.engine.stats().engine_metrics
+        for family in text_string_to_metric_families(text) if text else ():
+            if family.name in known or not family.name.startswith(_PREFIX) or family.name.endswith("_created"):
+                continue
+            kept = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                labels = {**sample.labels, _MODEL: service.name}
+                kept.add_sample(sample.name, labels, sample.value)
+    yield from found.values()

@@ -4,13 +4,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvloom.gewu.service.room import Room
+from kvloom.gewu.service.frame_budget import FrameBudget
 
 SIZE = 10
 
 
 def test_room_is_given_in_turn():
-    room, given = Room(10), []
+    room, given = FrameBudget(10), []
     assert room.take("a", 6, lambda: given.append("a"))
     assert not room.take("b", 6, lambda: given.append("b"))
     assert not room.take("c", 4, lambda: given.append("c"))  # would fit, but is not first
@@ -24,7 +24,7 @@ def test_room_is_given_in_turn():
 
 
 def test_whoever_holds_most_is_named_when_all_hold_too_much():
-    room = Room(10)
+    room = FrameBudget(10)
     assert room.set("a", 6) is None
     assert room.set("b", 4) is None, "all of it may be held"
     assert room.set("b", 5) == "a"
@@ -37,7 +37,7 @@ class RoomMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.room = Room(SIZE)
+        self.room = FrameBudget(SIZE)
         self.held: dict[int, int] = {}
         self.waiting: list[tuple[int, int]] = []
         self.given: list[int] = []

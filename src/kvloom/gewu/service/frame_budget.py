@@ -1,4 +1,4 @@
-"""Room: memory that all clients share for incomplete frames and unread replies. No I/O."""
+"""FrameBudget: memory that all clients share for incomplete frames and unread replies. No I/O."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 _MAX_BYTES = 64 << 20
 
 
-class Room:
+class FrameBudget:
     """Bytes held by holders (any hashable), bounded in total."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -53,8 +53,8 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Rooms:
-    """The rooms that all clients share."""
+class FrameBudgets:
+    """The budgets that all clients share."""
 
-    unread: Room = field(default_factory=lambda: Room(_MAX_BYTES))  # for incomplete frames
-    unsent: Room = field(default_factory=lambda: Room(_MAX_BYTES))  # for replies that clients have not read
+    unread: FrameBudget = field(default_factory=lambda: FrameBudget(_MAX_BYTES))  # for incomplete frames
+    unsent: FrameBudget = field(default_factory=lambda: FrameBudget(_MAX_BYTES))  # for replies that are not read

@@ -1,4 +1,4 @@
-"""The room that a rank has, as the engine uses it: the budget of a step, and the pools."""
+"""What the scheduler works within: the budget of a step, and the pools, of the configuration and what a rank has."""
 
 from dataclasses import replace
 
