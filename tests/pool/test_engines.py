@@ -95,7 +95,7 @@ def test_blocks_that_come_do_not_push_each_other_out_of_a_full_pool():
         pool.check()
 
 
-def test_a_batch_larger_than_the_nodes_pool_goes_to_the_store_whole():
+def test_a_batch_larger_than_the_nodes_pool_goes_to_the_store_whole(either_kind):
     kv, engine = new_kv(num_blocks=400), FakeEngine()
     with running_agent(rcache_share=1.0, pool_bytes=1 << 20) as agent, session(agent.config.socket, kv) as cc:
         agent.engine = agent.node.others = EngineTier(engine)

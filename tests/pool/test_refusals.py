@@ -196,7 +196,7 @@ def test_who_closes_its_connection_is_not_counted():
 
 
 @pytest.mark.parametrize("is_direct", [False, True])
-def test_blocks_that_are_not_stored_are_counted_once_however_they_are_written(is_direct):
+def test_blocks_that_are_not_stored_are_counted_once_however_they_are_written(either_kind, is_direct):
     with running_agent(put_rate=1, is_direct=is_direct) as agent, linked(agent) as link:
         link.arena(8192, 4096, soon())
 

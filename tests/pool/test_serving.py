@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ems import EmsException
@@ -23,7 +23,10 @@ from ems.transport import Link, SegmentMaps
 from ems.wire import messages as m
 from ems.wire.frames import FrameReader, FrameWriter, WireError
 from kvloom.pool.agent import Agent
-from kvloom.pool.storage.pool import Terms
+from kvloom.pool.node import Fetched, Outgoing, Route
+from kvloom.pool.storage.budget import RateLimit
+from kvloom.pool.storage.entries import Block
+from kvloom.pool.storage.pool import Pool, Terms
 from kvloom.pool.storage.segments import SharedMemory
 from tests.support.pool.agents import running_agent
 from tests.support.waiting import soon, until
@@ -38,13 +41,12 @@ saves = st.builds(
         [length * i for i in range(len(keys) // 32)],
         [length] * (len(keys) // 32),
         parent,
-        True,
         *flags,
     ),
     some_keys,
     st.sampled_from(LENGTHS),
     st.just(b"") | numbers.map(lambda n: bytes([n]) * 32),
-    st.tuples(st.booleans(), st.booleans()),
+    st.tuples(st.booleans(), st.booleans(), st.booleans()),
 )
 outside = st.sampled_from([(ARENA - 9, 10), (2**62, 10), (0, ARENA + 1)]).map(
     lambda area: m.Save(bytes(32), [area[0]], [area[1]])
@@ -108,6 +110,79 @@ def test_answers_and_counts_are_the_same(kinds, asked):
     assert type(pools[0]) is not type(pools[1])
     python, native = (Counter(pool.counts) - old for pool, old in zip(pools, before, strict=True))
     assert python == native
+
+
+class Elsewhere:
+    """Other nodes that decide by a key's first byte, and remember what they are sent. They have nothing to give."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes | str | int, ...]] = []
+
+    def route(self, key: bytes) -> Route:
+        return Route(key[0] % len(Route))
+
+    def push_later(self, pool: Pool, entry: Block, parent: bytes, _deadline_s: float) -> bool:
+        self.sent.append((entry.key, entry.checksum, entry.length, entry.pins, parent))
+        is_taken = entry.key[0] % 4 > 1
+        entry.is_home = is_taken
+        pool.unpin([entry])
+        return is_taken
+
+    def push_now(self, tenant: str, block: Outgoing, _deadline_s: float) -> bool:
+        self.sent.append((tenant, block.key, block.data.tobytes(), block.checksum, block.parent))
+        return block.key[0] % 4 > 1
+
+    def fetch(self, _pool: Pool, _keys: list[bytes], *_how: object, **_more: object) -> Fetched:
+        return Fetched(m.Cause.NONE, [])
+
+    def has(self, _tenant: str, keys: list[bytes], _deadline_s: float) -> list[bool]:
+        return [False] * len(keys)
+
+
+class Seldom(RateLimit):
+    """A rate that refuses each seventh time it is asked, whatever the time."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def take(self, size: int, _now_s: float) -> bool:
+        self.asked.append(size)
+        return len(self.asked) % 7 > 0
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[Kind]]:
+    """The same with other nodes and a rate limit."""
+    with pytest.MonkeyPatch.context() as patch, running_agent(put_rate=1) as a, running_agent(put_rate=1) as b:
+        for agent in (a, b):
+            agent.node.others = Elsewhere()
+            agent.node._put_limits["default"] = Seldom()
+        patch.setenv("EMS_NATIVE", "0")
+        made = [Kind(a)]
+        patch.delenv("EMS_NATIVE")
+        made.append(Kind(b))
+        yield made
+        for kind in made:
+            kind.link.close()
+
+
+@given(asked=requests)
+@example(asked=[m.Save(b"".join(bytes([n]) * 32 for n in range(200)), [0] * 200, [100] * 200)])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_saves_send_the_same_blocks_to_other_nodes(nodes, asked):
+    pools = [kind.agent.node.pools()[0] for kind in nodes]
+    before = [Counter(pool.counts) for pool in pools]
+    sent = [kind.agent.node.others.sent for kind in nodes]
+    limits = [kind.agent.node.put_limit("default").asked for kind in nodes]
+    for request in asked:
+        python, native = (kind.ask(request) for kind in nodes)
+        assert python == native
+        assert sent[0] == sent[1]
+        assert limits[0] == limits[1]
+    assert type(pools[0]) is not type(pools[1])
+    python, native = (Counter(pool.counts) - old for pool, old in zip(pools, before, strict=True))
+    assert python == native
+    assert pools[0].usage() == pools[1].usage()
 
 
 @given(asked=requests, cuts=st.sets(st.integers(1, 4000)))
@@ -230,7 +305,7 @@ def a_part(number: int, is_last: bool) -> m.Save:
 def test_who_has_sent_the_end_of_a_batch_gets_the_last_answers_at_once(kinds, ends, answers):
     """Otherwise the client might wait for a part of its staging area. Each packet is what the agent sent at once."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    arena, terms, writer = SharedMemory("test", ARENA, False), Terms(True, False, ctypes.c_uint64(0)), FrameWriter()
+    arena, terms, writer = SharedMemory("test", ARENA, False), Terms(ctypes.c_uint64(0)), FrameWriter()
     with here, there:
         serving = kinds[1].agent.node.pools()[0].serving(Channel(there), terms)
         serving.use_arena(arena)

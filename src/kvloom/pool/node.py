@@ -3,7 +3,7 @@
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum, auto
+from enum import IntEnum
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -27,12 +27,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # identifies this machine un
 _POOL_ID_BYTES = 8
 
 
-class Route(Enum):
+class Route(IntEnum):
     """The home of a new block."""
 
-    HERE = auto()  # this node is its home
-    AWAY = auto()
-    CUT_OFF = auto()  # its home is unreachable for now: the block stays here, where other nodes do not find it
+    HERE = 0  # this node is its home
+    AWAY = 1
+    CUT_OFF = 2  # its home is unreachable for now: the block stays here, where other nodes do not find it
 
 
 class Outgoing(NamedTuple):

@@ -22,7 +22,7 @@ from kvloom.pool.reading import Reader
 from kvloom.pool.storage.counts import Counts, Denial
 from kvloom.pool.storage.pool import Pool, Serving, Terms
 from kvloom.pool.storage.segments import SharedMemory
-from kvloom.pool.writing import Writer
+from kvloom.pool.writing import NodeHomes, Writer
 
 _UCRED = struct.Struct("3i")  # process, user, group of the peer
 _HANDSHAKE_S = 5.0
@@ -76,12 +76,14 @@ class ClientSession:
         if tenant is None:
             return
         pool = self._pool
-        writer, reader = Writer(pool, self._node, self._staged), Reader(pool, self._node)
+        others, limit = self._node.others, self._node.put_limit(tenant)
+        homes = NodeHomes(pool, others) if others is not None else None
+        writer, reader = Writer(pool, self._node, self._staged, homes), Reader(pool, self._node)
         self._answers = answers_of(self, writer, reader, Picker(pool, self._node, reader))
         terms = Terms(
-            can_save=self._node.others is None and self._node.put_limit(tenant) is None,
-            has_others=self._node.others is not None,
             keyring_version=self._node.keyring.version,
+            homes=homes,
+            may_put=writer.may_put if limit is not None else None,
             is_direct=self._node.config.is_direct,
             is_valid=self._is_valid,
             board=self._board,

@@ -11,33 +11,59 @@ from collections.abc import Callable
 
 import xxhash
 
-from ems.runs import Areas
+from ems.runs import Areas, Bytes
 from ems.wire import messages as m
 from ems.wire.messages import Status
 from kvloom.pool.answering import answers
-from kvloom.pool.node import Node, Outgoing, Route
+from kvloom.pool.node import Node, Others, Outgoing, Route
 from kvloom.pool.storage.allocator import slot_bytes
 from kvloom.pool.storage.budget import Refusal
 from kvloom.pool.storage.counts import Denial
 from kvloom.pool.storage.entries import Begun, Block, NoRoom, Reservation, Written
 from kvloom.pool.storage.passing import Held
-from kvloom.pool.storage.pool import Batch, Pool, Refused, Saved
+from kvloom.pool.storage.pool import Batch, Homes, Pool, Refused, Saved
 from kvloom.pool.storage.segments import SharedMemory
 
 _PUSH_SHARE = 0.5  # share of a batch's time to wait until its blocks can be sent home
 _PAUSE_S = 0.002  # seconds between two checks whether a block has reached its home
-_KEYS_AT_ONCE = 32  # of a message, between two turns of other sessions at the index
+_KEYS_AT_ONCE = 64  # of a message, between two turns of other sessions at the index
 _COUNTER = [f"save_{status.name.lower()}" for status in Status]
+
+
+class NodeHomes:
+    """Implements `kvloom.pool.storage.pool.Homes` with the other nodes, or the store, of this one."""
+
+    def __init__(self, pool: Pool, others: Others) -> None:
+        self._pool = pool
+        self._others = others
+
+    def routes(self, keys: list[bytes]) -> bytes:
+        """A `Route` for each new block."""
+        return bytes(map(self._others.route, keys))
+
+    def send_now(self, key: bytes, data: Bytes, parent: bytes, deadline_s: float) -> bool:
+        """Sends a block home. Returns whether it arrived. The data may change at any time: a copy is sent."""
+        copy = data.copy()
+        block = Outgoing(key, copy, xxhash.xxh3_128_digest(copy.data), parent)
+        return self._others.push_now(self._pool.tenant, block, deadline_s)
+
+    def send_later(self, blocks: list[Block], parents: list[bytes], deadline_s: float) -> bytes:
+        """Sends blocks home in the background, and takes over a pin of each. Returns 1 for each that will be sent."""
+        return bytes(
+            self._others.push_later(self._pool, block, parent, deadline_s)
+            for block, parent in zip(blocks, parents, strict=True)
+        )
 
 
 class Writer:
     """Used by its session's thread only."""
 
-    def __init__(self, pool: Pool, node: Node, staged: Callable[[m.Save], SharedMemory]) -> None:
-        """staged: the staging area that has the blocks of a save, or raises."""
+    def __init__(self, pool: Pool, node: Node, staged: Callable[[m.Save], SharedMemory], homes: Homes | None) -> None:
+        """staged: the staging area that has the blocks of a save, or raises. homes: None = no other nodes."""
         self._pool = pool
         self._node = node
         self._staged = staged
+        self._homes = homes
         self._limit = node.put_limit(pool.tenant)
         # pinned until `rest`: blocks of a batch evict neither each other nor those of the next
         self._held: list[Held] = []
@@ -66,11 +92,10 @@ class Writer:
         keys = m.split_keys(message.keys)
         areas = Areas({0: arena.data}, [0] * len(keys), message.offsets, message.lengths)
         parents = [message.parent, *keys] if message.is_chain else [None] * len(keys)
-        step = _KEYS_AT_ONCE if self._node.others is None or message.write_rcache else 1
+        step = _KEYS_AT_ONCE if self._homes is None or message.write_rcache else 1
         for start in range(0, len(keys), step):
             part = slice(start, start + step)
-            if not self._may_put(sum(message.lengths[part])):
-                self._pool.counts.add(f"refused_{Refusal.RATE}")
+            if not self.may_put(sum(message.lengths[part])):
                 statuses.append(Status.LIMITED)
                 break
             done, refused = self._save(keys[part], areas[part], parents[start], message.write_rcache)
@@ -93,8 +118,12 @@ class Writer:
         for status, count in Counter(statuses).items():
             self._pool.counts.add(_COUNTER[status], count)
 
-    def _may_put(self, size: int) -> bool:
-        return self._limit is None or self._limit.take(size, time.monotonic())
+    def may_put(self, num_bytes: int) -> bool:
+        """Whether the tenant's rate allows so many bytes now; counts a refusal."""
+        is_allowed = self._limit is None or self._limit.take(num_bytes, time.monotonic())
+        if not is_allowed:
+            self._pool.counts.add(f"refused_{Refusal.RATE}")
+        return is_allowed
 
     def _save(
         self, keys: list[bytes], areas: Areas, parent: bytes | None, write_rcache: bool
@@ -105,31 +134,28 @@ class Writer:
         the home will not have, because it is unreachable or too many wait to be sent, are LOCAL. Waiting for other
         nodes ends at the batch's deadline for that.
         """
-        others = self._node.others
-        if others is None:
+        homes = self._homes
+        if homes is None:
             saved = self._store(Batch(keys, areas, parent, [False] * len(keys)))
             self._held.append(saved.held)
             return saved.statuses, saved.refused
         assert self._push_deadline_s is not None, "a batch has begun"
-        routes = [others.route(key) for key in keys]
-        if routes[0] is Route.AWAY and not write_rcache:
-            copy = areas[0].copy()
-            block = Outgoing(keys[0], copy, xxhash.xxh3_128_digest(copy.data), parent or b"")
-            if others.push_now(self._pool.tenant, block, self._push_deadline_s):
+        routes = bytearray(homes.routes(keys))
+        if routes[0] == Route.AWAY and not write_rcache:
+            if homes.send_now(keys[0], areas[0], parent or b"", self._push_deadline_s):
                 return bytearray([Status.STORED]), []
             routes[0] = Route.CUT_OFF  # better stored here than nowhere
-        saved = self._store(Batch(keys, areas, parent, [route is Route.AWAY for route in routes]))
+        saved = self._store(Batch(keys, areas, parent, [route == Route.AWAY for route in routes]))
         statuses, entries = saved.statuses, saved.held.blocks()
         self._batch += entries
-        for i, entry in enumerate(entries):
-            if routes[i] is Route.HERE:
-                continue
-            is_sent = False
-            if routes[i] is Route.AWAY:
-                self._pool.pin_again(entry)
-                before = keys[i - 1] if i and parent is not None else parent or b""
-                is_sent = others.push_later(self._pool, entry, before, self._push_deadline_s)
-            if not is_sent:
+        away = [i for i in range(len(entries)) if routes[i] == Route.AWAY]
+        for i in away:
+            self._pool.pin_again(entries[i])
+        parents = [keys[i - 1] if i and parent is not None else parent or b"" for i in away]
+        sent = homes.send_later([entries[i] for i in away], parents, self._push_deadline_s)
+        is_sent = dict(zip(away, sent, strict=True))
+        for i in range(len(entries)):
+            if routes[i] == Route.CUT_OFF or not is_sent.get(i, True):
                 statuses[i] = Status.LOCAL
         return statuses, saved.refused
 
@@ -167,10 +193,9 @@ class Writer:
         if not self._node.config.is_direct:
             self._pool.counts.add(Denial.NOT_DIRECT.counter)
             return m.Reserved(bytes([Status.NO_ROOM]) * len(keys), [0] * len(keys), [0] * len(keys))
-        if self._may_put(sum(message.lengths)):
+        if self.may_put(sum(message.lengths)):
             found = self._pool.begin_all(keys, message.lengths, [False] * len(keys))
         else:
-            self._pool.counts.add(f"refused_{Refusal.RATE}")
             found = [NoRoom(Status.LIMITED)]
         statuses, segments, offsets = bytearray(), [0] * len(keys), [0] * len(keys)
         for i, (begun, parent) in enumerate(zip(found, [message.parent, *keys], strict=False)):

@@ -136,7 +136,7 @@ def test_all_that_was_saved_is_found_from_every_node(engines):
         assert all(entry.pins <= 1 for entry in blocks_of(engine.pool))
 
 
-def test_a_batch_larger_than_the_nodes_pool_is_saved_where_its_homes_have_room(engines):
+def test_a_batch_larger_than_the_nodes_pool_is_saved_where_its_homes_have_room(either_kind, engines):
     writer, reader = engines[0], engines[1]
     writer.agent.node.set_limits(TenantLimits("default", 0, NUM_BLOCKS // 2 * BLOCK_BYTES))
     result = writer.save(list(range(NUM_BLOCKS)))

@@ -33,7 +33,7 @@ class Sessions:
         self.errors = errors
 
     def serve(self, sock: socket.socket, arena: SharedMemory, board: Bytes | None) -> None:
-        terms = Terms(can_save=True, has_others=False, keyring_version=ctypes.c_uint64(), is_direct=True, board=board)
+        terms = Terms(keyring_version=ctypes.c_uint64(), is_direct=True, board=board)
         channel = Channel(sock)
         serving = self.pool.serving(channel, terms)
         serving.use_arena(arena)

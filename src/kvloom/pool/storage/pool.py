@@ -50,12 +50,30 @@ class Saved(NamedTuple):
     refused: list[Refused]
 
 
-class Terms(NamedTuple):
-    """What a session may answer without asking the node."""
+class Homes(Protocol):
+    """The other nodes as saves see them."""
 
-    can_save: bool  # the tenant's rate is unlimited, and every block's home is this node
-    has_others: bool  # other nodes may have what is not here
+    def routes(self, keys: list[bytes]) -> bytes:
+        """The home of each new block: a `Route`."""
+        ...
+
+    def send_now(self, key: bytes, data: Bytes, parent: bytes, deadline_s: float) -> bool:
+        """Sends a block home. Returns whether it arrived. parent: the key before it in its chain, or empty."""
+        ...
+
+    def send_later(self, blocks: list[Block], parents: list[bytes], deadline_s: float) -> bytes:
+        """Sends blocks home in the background, and takes over a pin of each. Returns 1 for each that will be sent."""
+        ...
+
+
+class Terms(NamedTuple):
+    """How a session is served."""
+
     keyring_version: c_uint64  # incremented when the session's key may have been revoked
+    homes: Homes | None = None  # None = there are no other nodes
+    may_put: Callable[[int], bool] | None = (
+        None  # whether the tenant's rate allows so many bytes now; None = it has none
+    )
     is_direct: bool = False  # the client may write into memory that is reserved for it
     is_valid: Callable[[], bool] = lambda: True  # whether the session's key is valid now
     board: Bytes | None = None  # where the client writes leases that it has read; None = it sends Release

@@ -10,7 +10,7 @@ bool Serving::answer(const ems::Frame& frame, const ems::Reserve& wanted) {
     const Keys keys(wanted.keys);
     const bool is_good = keys.are_good && keys.have(wanted.lengths) && is_parent(wanted.parent) &&
                          std::all_of(wanted.lengths.begin(), wanted.lengths.end(), is_block);
-    if (!is_good || terms_.can_save == 0 || terms_.is_direct == 0) {
+    if (!is_good || terms_.is_direct == 0) {
         return false;
     }
     if (has_ended_) {
@@ -23,6 +23,10 @@ bool Serving::answer(const ems::Frame& frame, const ems::Reserve& wanted) {
     told.segments.resize(num), told.offsets.resize(num);
     const int64_t segment_bytes = handle_->pool.memory.segment_bytes;
     size_t done = 0;
+    if (!may_put(wanted.lengths.data(), keys.num) && num > 0) {
+        statuses[done++] = kLimited;
+        handle_->glance.counts.add_saved(statuses.data(), 1);
+    }
     while (done < num && (done == 0 || is_success(statuses[done - 1]))) {
         Save part{};
         part.keys = keys.at + done;

@@ -64,6 +64,12 @@ class Glance(ctypes.Structure):
     ]
 
 
+MAY_PUT = ctypes.CFUNCTYPE(c_int, c_int64)
+ROUTE = ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_void_p)
+SEND_NOW = ctypes.CFUNCTYPE(c_int, POINTER(Key), c_void_p, c_int64, POINTER(Key), c_int64)
+SEND_LATER = ctypes.CFUNCTYPE(None, POINTER(c_uint32), POINTER(POINTER(Key)), c_int64, c_int64, c_void_p)
+
+
 class Callbacks(ctypes.Structure):
     """Python functions that sessions call (serving.hpp)."""
 
@@ -75,12 +81,23 @@ class Callbacks(ctypes.Structure):
     ]
 
 
-class Terms(ctypes.Structure):
-    """What a session may answer without Python (serving.hpp)."""
+class Node(ctypes.Structure):
+    """Python functions that saves call (serving.hpp); those that are not set are null."""
 
     _fields_ = [
-        ("can_save", c_int64),
-        ("has_others", c_int64),
+        ("may_put", MAY_PUT),
+        ("route", ROUTE),
+        ("send_now", SEND_NOW),
+        ("send_later", SEND_LATER),
+    ]
+
+
+class Terms(ctypes.Structure):
+    """How a session is served (serving.hpp)."""
+
+    _fields_ = [
+        ("node", Node),
+        ("copies_share", c_double),
         ("budget_version", POINTER(c_uint64)),
         ("keyring_version", POINTER(c_uint64)),
         ("is_direct", c_int64),

@@ -19,7 +19,7 @@ namespace pool {
 
 // As Status in ems.wire.messages, and two more. kUnsound: the received bytes are not the announced ones. kLeft: the
 // block's memory is being given back, so it was not kept.
-enum Status : uint8_t { kStored = 0, kDuplicate = 1, kConflict = 2, kNoRoom = 3, kLocal = 6, kUnsound = 254, kLeft = 255 };
+enum Status : uint8_t { kStored = 0, kDuplicate = 1, kConflict = 2, kNoRoom = 3, kLimited = 5, kLocal = 6, kUnsound = 254, kLeft = 255 };
 inline bool is_success(uint8_t status) { return status <= kConflict || status == kLocal; }
 enum Cause : uint8_t { kCold = 1, kEvicted = 2, kCorrupt = 3 };
 enum Outcome : int { kDone = 0, kMore = 1, kNeedsMemory = 2 };

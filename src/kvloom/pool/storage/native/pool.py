@@ -53,7 +53,7 @@ class NativePool(Pool):
         self._glance: c.Glance = self._short.pool_glance(self.handle).contents
         self._segments: list[SharedMemory | None] = []  # None = given back; its number is never reused
         self._growing = threading.Lock()  # held while memory is taken or given back
-        self.budget_version = budget.version
+        self.budget_version, self.copies_share = budget.version, rcache_share
         me = weakref.proxy(self)  # so that a pool without references is freed at once
         self._asked = callbacks(
             Asks(

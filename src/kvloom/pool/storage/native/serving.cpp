@@ -7,7 +7,6 @@ namespace {
 using ems::Frame;
 
 constexpr int64_t kSendNs = int64_t{10} * 1000000000;  // time limit for sending answers; then the client counts as gone
-constexpr int64_t kHeldShare = 4;                 // 1 / kHeldShare of the staging area may wait for held-back answers
 constexpr int64_t kAheadShare = 16;               // at most 1 / kAheadShare of a quota is kept free for the next batch
 }  // namespace
 
@@ -81,77 +80,6 @@ bool Serving::answer(const Frame& frame, const ems::Ping&) {
     return true;
 }
 
-// Answers one status per key, in order. The batch's keys after the first one without room are not tried.
-bool Serving::answer(const Frame& frame, const ems::Save& wanted) {
-    const Keys keys(wanted.keys);
-    const bool is_good =
-        keys.are_good && keys.have(wanted.offsets) && keys.have(wanted.lengths) && is_parent(wanted.parent);
-    if (!is_good || terms_.can_save == 0 || arena_ == nullptr || !is_within(wanted, arena_bytes_)) {
-        return false;
-    }
-    const size_t num = wanted.lengths.size();
-    if (has_ended_) {
-        end_batch();
-    }
-    std::vector<uint8_t> statuses(num), is_rcache(num);
-    std::vector<const uint8_t*> areas(num);
-    std::vector<Id> ids(num, kNone);
-    const auto& offsets = wanted.offsets;
-    std::transform(offsets.begin(), offsets.end(), areas.begin(), [&](int64_t at) { return arena_ + at; });
-    size_t done = 0;
-    while (done < num && is_success(last_status_)) {
-        const Key* before = done > 0 ? keys.at + done - 1 : parent_in(wanted.parent);
-        Save part{keys.at + done,
-                  wanted.lengths.data() + done,
-                  is_rcache.data() + done,
-                  areas.data() + done,
-                  wanted.is_chain ? before : nullptr,
-                  statuses.data() + done,
-                  ids.data() + done,
-                  nullptr,
-                  std::min<int64_t>(kKeysAtOnce, static_cast<int64_t>(num - done)),
-                  0,
-                  0,
-                  0,
-                  wanted.is_chain,
-                  0,
-                  nullptr};
-        store(part);
-        done += static_cast<size_t>(part.num_done);
-        if (done > 0) {
-            last_status_ = statuses[done - 1];
-        }
-    }
-    handle_->glance.counts.add_saved(statuses.data(), done);
-    std::fill(statuses.begin() + static_cast<int64_t>(done), statuses.end(), last_status_);
-    has_ended_ = wanted.is_last;
-    is_in_batch_ = !wanted.is_last;
-    held_bytes_ += std::accumulate(wanted.lengths.begin(), wanted.lengths.end(), int64_t{0});
-    is_held_ = !wanted.is_last && (held_bytes_ < arena_bytes_ / kHeldShare || ends_batch(stream_));
-    say(frame, ems::Saved{{statuses.data(), statuses.size()}});
-    return true;
-}
-
-// Saves a part of a message's blocks, up to the first one without room.
-void Serving::store(Save& part) {
-    with_memory(part, [&] { return write(handle_, xxh3_, part); });
-    const int64_t last = part.num_done - 1;
-    if (last >= 0 && part.statuses[last] == kNoRoom && end_read()) {
-        part.num_done = last;  // the last one is tried again
-    }
-    for (int64_t i = 0; i < part.num_done; i++) {
-        const uint32_t slot = slot_bytes(static_cast<uint32_t>(part.lengths[i]));
-        if (part.statuses[i] == kStored) {
-            count_stored(part.lengths[i]);
-        } else if (part.statuses[i] == kNoRoom || part.statuses[i] == kLeft) {
-            part.statuses[i] = static_cast<uint8_t>(callbacks_.refuse(&part.keys[i], slot));
-        }
-        if (part.ids[i] != kNone) {
-            batch_.push_back(part.ids[i]);
-        }
-    }
-}
-
 // Does a part of the work that can wait until a batch is answered: makes room for another batch of its size, then
 // unpins its blocks. Returns whether there is more to do.
 bool Serving::rest() {
@@ -182,6 +110,7 @@ void Serving::end_batch() {
     batch_.clear();
     has_ended_ = false;
     last_status_ = kStored;
+    send_by_ns_ = 0;
     num_stored_ = largest_slot_ = 0;
 }
 

@@ -1,6 +1,7 @@
 // Serves one session's requests from the pool without Python: save, load, exists; reserve and commit for clients that
-// write into the pool themselves; pick and has for values. Requests that concern the node (other nodes, limits, staging
-// areas) and malformed ones are passed to Python, frame by frame, in order.
+// write into the pool themselves; pick and has for values. Saves ask Python for the homes of blocks and the tenant's
+// rate. Requests for blocks that other nodes may have, for memory, and malformed ones are passed to Python, frame by
+// frame, in order: `answer` decides that.
 #pragma once
 
 #include <algorithm>
@@ -63,10 +64,24 @@ struct Callbacks {
     void (*close_left)();                          // closes given-back segments
 };
 
-// What a session may serve without Python. Versions are counters of changes, which Python increments.
+// The home of a new block: this node; another one; another one that is unreachable for now, so the block stays here.
+enum Route : uint8_t { kHere = 0, kAway = 1, kCutOff = 2 };
+
+// What saves ask of the node: Python functions, as Callbacks; null where nothing is to be asked.
+struct Node {
+    int (*may_put)(int64_t num_bytes);  // whether the tenant's rate allows so many bytes now; counts a refusal
+    void (*route)(const Key* keys, int64_t num, uint8_t* routes);  // null = there are no other nodes
+    // Sends a block home. Returns whether it arrived before the deadline. parent: null = none.
+    int (*send_now)(const Key* key, const uint8_t* bytes, int64_t length, const Key* parent, int64_t deadline_ns);
+    // Sends blocks home in the background, and takes over one pin of each. Returns by are_sent which will be sent;
+    // waits until the deadline for its turn.
+    void (*send_later)(const Id* ids, const Key* const* parents, int64_t num, int64_t deadline_ns, uint8_t* are_sent);
+};
+
+// How a session is served. Versions are counters of changes, which Python increments.
 struct Terms {
-    int64_t can_save;    // saves: the tenant has no rate limit, and this node is the home of its blocks
-    int64_t has_others;  // other nodes may hold blocks that are missing here
+    Node node;
+    double copies_share;  // share of the quota for copies of other nodes' blocks
     const std::atomic<uint64_t>* budget_version;
     const std::atomic<uint64_t>* keyring_version;
     int64_t is_direct;  // the client may write into memory that is reserved for it
@@ -179,7 +194,14 @@ class Serving {
     }
     void say_found(const ems::Frame& request, const std::vector<Id>& ids, uint8_t cause);
     void drop_reserved();
-    void store(Save& part);
+    int64_t save_some(const ems::Save& wanted, int64_t start, int64_t stop, uint8_t* statuses);
+    void store(Save& part, const uint8_t* routes);
+    void send_home(Save& part, const uint8_t* routes);
+    bool release_sent();
+    bool may_put(const int64_t* lengths, int64_t num) const {
+        return terms_.node.may_put == nullptr ||
+               terms_.node.may_put(std::accumulate(lengths, lengths + num, int64_t{0})) != 0;
+    }
     template <typename Step>
     void with_memory(Save& part, Step step);
     void count_stored(int64_t length);
@@ -194,7 +216,7 @@ class Serving {
             callbacks_.close_left();
         }
     }
-    bool asks_others(bool is_local) const { return terms_.has_others != 0 && !is_local; }
+    bool asks_others(bool is_local) const { return terms_.node.route != nullptr && !is_local; }
 
     PoolHandle* handle_;
     int fd_;
@@ -212,6 +234,7 @@ class Serving {
     std::vector<Id> batch_;  // the batch's blocks, pinned until rest() so that neither it nor the next one evicts them
     bool is_in_batch_ = false;  // the batch's next message is expected: work that can wait is not done
     bool has_ended_ = false;
+    int64_t send_by_ns_ = 0;  // until when the batch may wait for other nodes; 0 = no batch has begun
     uint8_t last_status_ = kStored;  // status of the batch's last block that was tried; nothing follows a refused one
     // Memory that the client is writing to, and whose it is until its commit.
     struct Reserved {
@@ -235,6 +258,7 @@ void Serving::with_memory(Save& part, Step step) {
         callbacks_.look();
     }
     part.may_grow = handle_->glance.may_grow;
+    part.copies_limit = static_cast<double>(handle_->glance.quota) * terms_.copies_share;
     while (step() == kNeedsMemory) {
         part.may_grow = callbacks_.grow();
     }

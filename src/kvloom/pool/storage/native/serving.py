@@ -11,12 +11,17 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ems.common.channel import Channel
+from ems.keys import KEY_BYTES
 from ems.runs import address_of
 from ems.wire.frames import Frame
-from ems.wire.messages import Cause, Status
+from ems.wire.messages import Cause, Status, split_keys
 from kvloom.pool.storage.counts import Counts, Denial
+from kvloom.pool.storage.entries import Block
 from kvloom.pool.storage.native import library as c
+from kvloom.pool.storage.native.held import NativeBlock
 from kvloom.pool.storage.pool import Terms
 from kvloom.pool.storage.segments import SharedMemory
 
@@ -43,6 +48,35 @@ def callbacks(asks: Asks) -> c.Callbacks:
         c.REFUSE(lambda key, slot: int(asks.refuse(bytes(key.contents), slot))),
         c.LOOK(asks.close_left),
     )
+
+
+def node_of(owner: Any, terms: Terms) -> c.Node:
+    """What saves ask of the node, for C++. owner: the pool; keep a reference as long as C++ may call it."""
+    node, homes = c.Node(), terms.homes
+    if terms.may_put is not None:
+        node.may_put = c.MAY_PUT(terms.may_put)
+    if homes is None:
+        return node
+
+    def route(keys: int, num: int, routes: int) -> None:
+        ctypes.memmove(routes, homes.routes(split_keys(ctypes.string_at(keys, num * KEY_BYTES))), num)
+
+    def send_now(key: Any, data: int, length: int, parent: Any, deadline_ns: int) -> bool:
+        view = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(data))
+        return homes.send_now(bytes(key.contents), view, _key_in(parent), deadline_ns / 1e9)
+
+    def send_later(ids: Any, parents: Any, num: int, deadline_ns: int, are_sent: int) -> None:
+        blocks: list[Block] = [NativeBlock(owner, id) for id in ids[:num]]
+        sent = homes.send_later(blocks, list(map(_key_in, parents[:num])), deadline_ns / 1e9)
+        ctypes.memmove(are_sent, sent, num)
+
+    node.route, node.send_now, node.send_later = c.ROUTE(route), c.SEND_NOW(send_now), c.SEND_LATER(send_later)
+    return node
+
+
+def _key_in(key: Any) -> bytes:
+    """A key that may be null."""
+    return bytes(key.contents) if key else b""
 
 
 class Tally:
@@ -75,14 +109,15 @@ class NativeServing:
 
     def __init__(self, owner: Any, channel: Channel, asked: c.Callbacks, terms: Terms) -> None:
         """owner: the pool; it, `asked` and the terms are kept alive."""
-        self._kept = owner, asked, terms
+        node = node_of(owner, terms)
+        self._kept = owner, asked, terms, node
         self._functions: c.Functions = owner.functions
         self._channel = channel
         self._version, self._is_valid = terms.keyring_version, terms.is_valid
         self._valid_at = _NEVER
         inner = c.Terms(
-            terms.can_save,
-            terms.has_others,
+            node,
+            owner.copies_share,
             ctypes.pointer(owner.budget_version),
             ctypes.pointer(terms.keyring_version),
             terms.is_direct,
