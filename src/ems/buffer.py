@@ -4,6 +4,7 @@ import ctypes
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -117,10 +118,11 @@ class Snapshot(Checked):
 
     def __init__(self, cache: RegisteredCache, request: Request) -> None:
         self.sizes = cache.sizes
-        copies = [np.empty(size, np.uint8) for size in cache.sizes(request).tolist()]
-        self.num_bytes = sum(map(len, copies))
-        cache.tensors.gather(request.blocks, copies)
-        self._copies = dict(zip(request.blocks, copies, strict=True))
+        self.copies: list[Bytes] = [np.empty(size, np.uint8) for size in cache.sizes(request).tolist()]
+        """The bytes of each block, in order."""
+        self.num_bytes = sum(map(len, self.copies))
+        cache.tensors.gather(request.blocks, self.copies)
+        self._blocks = request.blocks
 
     @property
     def tensors(self) -> Gatherer:
@@ -128,7 +130,11 @@ class Snapshot(Checked):
 
     def gather(self, blocks: Sequence[Block], targets: Sequence[Bytes]) -> None:
         for block, target in zip(blocks, targets, strict=True):
-            target[:] = self._copies[block]
+            target[:] = self._of_block[block]
+
+    @cached_property
+    def _of_block(self) -> dict[Block, Bytes]:
+        return dict(zip(self._blocks, self.copies, strict=True))
 
     def scatter(self, blocks: Sequence[Block], sources: Sequence[Bytes]) -> None:
         raise AssertionError("a copy is saved, not loaded")

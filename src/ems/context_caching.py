@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ems import pipeline
+from ems import pipeline, road
 from ems.blocks import Arguments, Cache, Request, plan, plan_counts, plan_hashes
 from ems.buffer import RegisteredCache, Snapshot
 from ems.cc_v1.cc_config import CcConfig_v1
@@ -199,28 +199,19 @@ class ContextCaching:
                 self._key_space = (salt, Cache(keys, size, num_slots, groups, planner))
             return self._key_space[1]
 
-    def _lend_calls(self) -> tuple[Link | None, NativeCalls | None]:
-        """An idle link, and plain calls over it; both None where the Python path must be used."""
-        key_space = self._key_space
-        if key_space is not None and (planner := key_space[1].planner) is not None:
-            link = self._links.take_idle()
-            if link is not None:
-                calls = pipeline.calls_of(link, planner) if link.welcome.key_salt == key_space[0] else None
-                if calls is not None:
-                    return link, calls
-                self._links.give_back(link)
-        return None, None
+    def _whole(self) -> tuple[Link, NativeCalls] | None:
+        """A link, and calls over it in one step, where there are any."""
+        salt, cache = self._key_space or (b"", None)
+        return road.whole(self._links, salt, cache)
 
     def _at_once(self, arguments: Arguments, option: CcKvOption | None, is_load: bool) -> CcResult | None:
-        """A plain call over an existing link, in one step; None where nothing was done and the Python path must be
-        used.
-        """
+        """A plain call over an existing link, in one step; None where nothing was done and another road is taken."""
         start_s = time.monotonic()
         how = _how(start_s, option)
-        link, calls = self._lend_calls() if not arguments.others else (None, None)
-        if link is None or calls is None:
+        way = self._whole() if not arguments.others else None
+        if way is None:
             return None
-        begun = _begin(link, calls, arguments[:3], how, is_load)
+        begun = _begin(*way, arguments[:3], how, is_load)
         if begun.problem and begun.problem != NOT_PLAIN:
             return self._try(replace(self._checked(arguments, option, is_load), start_s=start_s), begun)
         return self._finished(begun, "load" if is_load else "save", start_s)
@@ -230,9 +221,10 @@ class ContextCaching:
         how = _how(call.start_s, call.option)
         if not isinstance(call.request, Plan) or call.source is not None or time.monotonic_ns() > how.deadline_ns:
             return None
-        link, calls = self._lend_calls()
-        if link is None or calls is None:
+        way = self._whole()
+        if way is None:
             return None
+        link, calls = way
         if link.welcome.key_salt != call.salt:
             self._links.give_back(link)
             return None
@@ -253,9 +245,10 @@ class ContextCaching:
     def _exists_at_once(self, hashes: object, option: CcKvOption | None) -> int | None:
         """The same for `exists`."""
         how = _how(time.monotonic(), option)
-        link, calls = self._lend_calls()
-        if link is None or calls is None:
+        way = self._whole()
+        if way is None:
             return None
+        link, calls = way
         problem = calls.exists(hashes, how)
         if problem and problem != NOT_PLAIN:
             with self._links.lend(how.deadline_ns / 1e9, link):
@@ -349,7 +342,7 @@ class ContextCaching:
         request, salt = call.request, link.welcome.key_salt
         if salt != call.salt:
             request = self._planned(salt, call.arguments, call.is_load)
-        if isinstance(request, Plan) and (call.source is not None or not link.is_native):
+        if isinstance(request, Plan) and (call.source is not None or not road.is_planned(link)):
             request = plan(self._planning_cache(salt), call.arguments, call.is_load)
         return request
 

@@ -9,17 +9,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
-
+from ems import road
 from ems.blocks import Request
 from ems.buffer import RegisteredCache, Snapshot
 from ems.config import CcKvOption
 from ems.keys import KEY_BYTES
 from ems.native.calls import PARTLY, NativeCalls
 from ems.native.functions import Plan, Save
-from ems.native.line import FIRST_BYTES, Loaded, WantedLoad, WantedSave
-from ems.native.plan import Planner
-from ems.native.tensors import NativeHostTensors
+from ems.native.line import FIRST_BYTES, REGION_BYTES, REGIONS, Loaded, WantedLoad, WantedSave
 from ems.runs import Areas, Blocks, Bytes
 from ems.transport import Link
 from ems.wire import messages as m
@@ -33,9 +30,7 @@ _GROUP_KEYS = 64  # blocks a sub-batch: each costs a message
 _FIRST_BYTES = 256 << 10  # bytes of the first sub-batch: small, so that the agent begins soon; later ones grow
 _GROWTH = 4
 _SUCCESSES = bytes(status for status in m.Status if status.is_success)
-_REGIONS = 4  # sub-batches under way at once
 _ALIGN = 64
-_REGION_BYTES = 512 << 10  # bytes; four sub-batches stay in a processor's cache on the way to the agent
 
 
 @dataclass(slots=True)
@@ -109,11 +104,6 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def calls_of(link: Link, planner: Planner) -> NativeCalls | None:
-    """Plain calls over that link in one step each; None where Python carries them out."""
-    return link.calls(planner, (_REGION_BYTES, _REGIONS, FIRST_BYTES))
-
-
 def save(transfer: Transfer, cache: RegisteredCache | Snapshot, begun: Begun | None = None) -> None:
     """Save the blocks in order; stop at the first that the pool does not accept."""
     request, link = transfer.request, transfer.link
@@ -144,12 +134,13 @@ def _save_fitting(transfer: Transfer, cache: RegisteredCache | Snapshot) -> None
         sizes = sizes[: next(i for i, size in enumerate(sizes) if size > limit)]
         if not sizes:
             return
-    if isinstance(request, Plan):
-        _save_natively(transfer, request, len(sizes), max(sizes))
-    elif link.is_native and isinstance(cache.tensors, NativeHostTensors):
-        plan = _planned(request, cache.tensors, sizes)
-        _save_natively(transfer, plan, len(sizes), max(sizes), request.parent)
-    elif link.welcome.is_direct:
+    plan = road.planned(link, request, cache, sizes)
+    if plan is not None:
+        parent = request.parent if isinstance(request, Request) else b""
+        _save_natively(transfer, plan, len(sizes), max(sizes), parent)
+        return
+    assert isinstance(request, Request), "a plan is for C++"
+    if link.welcome.is_direct:
         _save_direct(transfer, request, cache, sizes)
     else:
         _save_staged(transfer, request, cache, sizes)
@@ -161,11 +152,6 @@ def _sizes(request: Request | Plan, cache: RegisteredCache | Snapshot) -> list[i
         return request.all_sizes()
     sizes: list[int] = cache.sizes(request).tolist()
     return sizes
-
-
-def _planned(request: Request, tensors: NativeHostTensors, sizes: list[int]) -> Plan:
-    """The first blocks of a request, as many as there are sizes."""
-    return tensors.plan_of(request.blocks, request.keys(0, len(sizes)), np.array(sizes, np.int64))
 
 
 def _save_natively(transfer: Transfer, plan: Plan, num: int, largest: int, parent: bytes = b"") -> None:
@@ -192,9 +178,9 @@ def _regions(transfer: Transfer, largest: int) -> tuple[Bytes, int, int]:
     each.
     """
     largest = _aligned(largest)
-    region_bytes = max(largest, min(_REGION_BYTES, largest * _GROUP_KEYS))
-    arena = transfer.link.arena(region_bytes * _REGIONS, largest, transfer.deadline_s)
-    num_regions = min(_REGIONS, len(arena) // largest)
+    region_bytes = max(largest, min(REGION_BYTES, largest * _GROUP_KEYS))
+    arena = transfer.link.arena(region_bytes * REGIONS, largest, transfer.deadline_s)
+    num_regions = min(REGIONS, len(arena) // largest)
     return arena, num_regions, len(arena) // num_regions // _ALIGN * _ALIGN
 
 
@@ -272,7 +258,7 @@ def load(transfer: Transfer, cache: RegisteredCache, begun: Begun | None = None)
 
     Where copies of other nodes' blocks found no room beside those being read, these are released, and it continues.
     """
-    request, tensors, progress = transfer.request, cache.tensors, transfer.progress
+    request, progress = transfer.request, transfer.progress
     sizes = _sizes(request, cache)
     if begun is not None:
         problem = 0 if begun.problem == PARTLY else begun.problem
@@ -280,12 +266,7 @@ def load(transfer: Transfer, cache: RegisteredCache, begun: Begun | None = None)
         progress.success, progress.num_bytes = done.num_done, sum(sizes[: done.num_done])
         if not (_is_cut(done) and done.num_done):
             return
-    if isinstance(request, Plan):
-        plan: Plan | None = request
-    elif transfer.link.is_native and isinstance(tensors, NativeHostTensors):
-        plan = _planned(request, tensors, sizes)
-    else:
-        plan = None
+    plan = road.planned(transfer.link, request, cache, sizes)
     start = progress.success
     while start < len(sizes):
         part = slice(start, min(start + m.MAX_KEYS, len(sizes)))

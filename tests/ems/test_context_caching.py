@@ -270,8 +270,11 @@ def test_after_shutdown_an_asynchronous_call_is_an_io_error(cc):
     assert caught.value.status_code() == EmsErrorCode.EMS_IO_ERROR
 
 
-def test_with_snapshots_blocks_may_change_at_once(agent, monkeypatch):
+@pytest.mark.parametrize("is_native", [True, False])
+def test_with_snapshots_blocks_may_change_at_once(agent, monkeypatch, is_native):
     monkeypatch.setenv("EMS_ASYNC_SNAPSHOT", "1")
+    if not is_native:
+        monkeypatch.setattr(transport.Link, "_native", lambda link: None)
     kv = new_kv()
     before = copy_of(kv)
     slots = slots_of(*range(32))

@@ -11,6 +11,8 @@ from ems.native import functions as c
 from ems.native.library import Xxh3, xxh3
 from ems.runs import Bytes, address_of
 
+REGION_BYTES = 512 << 10  # bytes of a message's blocks; all messages under way stay in a processor's cache
+REGIONS = 4  # messages under way at once
 FIRST_BYTES = 128 << 10  # bytes of a save's first message, so that the agent begins soon; later ones grow
 _UNEXPECTED, _UNMAPPED, _OUTSIDE = -1, -2, -3  # not an error number
 

@@ -12,9 +12,10 @@ from itertools import accumulate
 import numpy as np
 import xxhash
 
+from ems import road
 from ems.config import CcKvOption
 from ems.native.functions import LOADED, UNDECIDED
-from ems.native.line import FIRST_BYTES, WantedLoad, WantedSave
+from ems.native.line import FIRST_BYTES, REGION_BYTES, REGIONS, WantedLoad, WantedSave
 from ems.native.tensors import plan_of_values
 from ems.transport import Link
 from ems.values.memory import Bytes, copy_in, copy_out
@@ -22,8 +23,6 @@ from ems.wire import messages as m
 from ems.wire.frames import WireError
 
 _GROUP_KEYS = 64  # values in one message
-_REGION_BYTES = 512 << 10  # bytes of one message's values: the agent processes them while the next are copied
-_REGIONS = 4  # messages under way at once
 _PICKED_BYTES = 64 << 20  # approximate bytes that a get pins at once
 _ALIGN = 64
 _TOO_LARGE = "a value of %d bytes is not kept: the agent's --slab, its largest block, is %d"
@@ -93,7 +92,7 @@ def put(link: Link, batch: Batch, statuses: list[KvStatus]) -> None:
             if size > limit or (batch.is_chain and i > first):
                 statuses[i] = KvStatus.TOO_LARGE
         fitting = [i for i in fitting if not batch.is_chain or i < first]
-    if fitting and link.is_native:
+    if fitting and road.is_planned(link):
         _put_natively(link, batch, fitting, statuses)
     elif fitting:
         _put_staged(link, batch, fitting, statuses)
@@ -133,9 +132,9 @@ def _regions(link: Link, batch: Batch, fitting: list[int]) -> tuple[Bytes, int, 
     """Staging memory: number of messages that use it in turn, and bytes of each."""
     sizes = [_aligned(batch.sizes[i]) for i in fitting]
     largest = max(sizes)
-    region_bytes = max(largest, min(_REGION_BYTES, sum(sizes)))
-    arena = link.arena(region_bytes * _REGIONS, largest, batch.deadline_s)
-    num_regions = min(_REGIONS, len(arena) // largest)
+    region_bytes = max(largest, min(REGION_BYTES, sum(sizes)))
+    arena = link.arena(region_bytes * REGIONS, largest, batch.deadline_s)
+    num_regions = min(REGIONS, len(arena) // largest)
     return arena, num_regions, len(arena) // num_regions // _ALIGN * _ALIGN
 
 
@@ -188,7 +187,7 @@ def get(link: Link, batch: Batch, found: list[bool | None]) -> None:
     unchanged.
     """
     groups = groups_of(batch.sizes, _PICKED_BYTES)
-    if groups and link.is_native:
+    if groups and road.is_planned(link):
         _get_natively(link, batch, groups, found)
         return
     for group in groups:
