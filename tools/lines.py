@@ -21,6 +21,7 @@ FRAGMENT_LINES = 60
 ALONE = {  # fragments that are a subject of their own
     "src/ems/integration/vllm_stats.py": "subclasses of vLLM's interface for statistics, which its own tests stub",
     "src/kvloom/bench/hits.py": "reads a server's /metrics; the command line only prints",
+    "src/kvloom/checkpoints/families/known/kimi_config.py": "one family's configuration, in both file formats",
     "src/kvloom/checkpoints/families/known/nemotron_config.py": "one family's configuration, in both file formats",
     "src/kvloom/checkpoints/families/multiplied.py": "a kind of tensor",
     "src/kvloom/checkpoints/families/picked.py": "a kind of tensor, with the layouts of files",
@@ -35,7 +36,6 @@ ALONE = {  # fragments that are a subject of their own
     "src/kvloom/gewu/worker/cpushare.py": "Linux's nice values and cores",
     "src/kvloom/pool/control/members.py": "pure: who is alive",
     "src/kvloom/pool/staging.py": "a budget with its own lock",
-    "src/kvloom/rank/kernels/latent_program.py": "a kind of attention in the kernels' program, as mixer_program.py",
     "src/kvloom/rank/kernels/reference_latents.py": "a kind of attention of the reference, as reference_mixers.py",
     "src/kvloom/rank/kernels/rope_table.py": "a table in the kernels' layout",
     "src/kvloom/rank/tier/windows.py": "a kind of value in the outer KV tier, as states.py",

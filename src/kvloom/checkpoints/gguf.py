@@ -16,7 +16,7 @@ from kvloom.checkpoints.metadata import Header, config_keys
 from kvloom.checkpoints.quantized.blocks import KINDS as BLOCK_KINDS
 from kvloom.checkpoints.quantized.blocks import form_of
 from kvloom.checkpoints.quantized.numbers import Bytes
-from kvloom.checkpoints.source import WIDE, RawTensor, as_rows, check_shape
+from kvloom.checkpoints.source import WIDE, RawTensor, as_rows, check_shape, has_sizes
 from kvloom.checkpoints.unread import is_harmless
 from kvloom.contract.errors import ModelError
 
@@ -72,6 +72,13 @@ LAYER_NAMES = {
     "out": "ssm_out.weight",
     "mamba_in": "ssm_in.weight",
     "conv_bias": "ssm_conv1d.bias",
+    "q_conv": "ssm_conv1d_q.weight",
+    "k_conv": "ssm_conv1d_k.weight",
+    "v_conv": "ssm_conv1d_v.weight",
+    "decay_down": "ssm_f_a.weight",
+    "decay_up": "ssm_f_b.weight",
+    "out_gate_down": "ssm_g_a.weight",
+    "out_gate_up": "ssm_g_b.weight",
     "skip": "ssm_d",
     "router": "ffn_gate_inp.weight",
     "router_bias": "ffn_gate_inp.bias",
@@ -244,9 +251,10 @@ class GgufSource:
             if key not in file.header.tensors:
                 raise ModelError(f"{file.path}: tensor {key} is missing")
             found = file.header.tensors[key].shape
-            # vectors are rows, columns or groups in these files, and one row is a vector
+            # vectors are rows, columns or groups in these files, and one row is a vector; some have dimensions of 1
             is_vector = 1 in (len(shape), len(found)) and math.prod(found) == math.prod(shape)
-            check_shape(key, shape if is_vector else found, shape, str(file.path))
+            is_same = is_vector or has_sizes(found, shape)
+            check_shape(key, shape if is_same else found, shape, str(file.path))
             if file.kind(key) not in KINDS:
                 known = ", ".join(kind.upper() for kind in KINDS)
                 raise ModelError(f"{file.path}: tensor {key} is {file.kind(key).upper()}; known are {known}")

@@ -41,6 +41,14 @@ PARTS: Mapping[str, tuple[str, ...]] = {  # the linears of a layer, by the names
     "linear_attn.in_proj_qkvz": ("qkvz",),
     "linear_attn.in_proj_ba": ("ba",),
     "linear_attn.out_proj": ("out",),
+    # Kimi-Linear; in transformers the gate of decays is a module of its own
+    "self_attn.b_proj": ("beta_in",),
+    "self_attn.f_a_proj": ("decay_down",),
+    "self_attn.f_b_proj": ("decay_up",),
+    "self_attn.forget_gate.f_a_proj": ("decay_down",),
+    "self_attn.forget_gate.f_b_proj": ("decay_up",),
+    "self_attn.g_a_proj": ("out_gate_down",),
+    "self_attn.g_b_proj": ("out_gate_up",),
     # LFM2
     "conv.in_proj": ("short_in",),
     "conv.out_proj": ("out",),
@@ -60,11 +68,11 @@ PARTS: Mapping[str, tuple[str, ...]] = {  # the linears of a layer, by the names
     "mixer.up_proj": ("up",),
     "mixer.down_proj": ("down",),
 }
-_TARGETS = tuple(dict.fromkeys(name.split(".")[1] for name in PARTS))
+_TARGETS = tuple(dict.fromkeys(name.rsplit(".", 1)[1] for name in PARTS))
 _TEXT_PARTS = ("model.language_model.", "language_model.model.")  # of models that see, as of their old releases
 _TENSOR = re.compile(
-    rf"base_model\.model\.((model\.|backbone\.|{'|'.join(map(re.escape, _TEXT_PARTS))})layers\.([0-9]+)\.(\w+\.\w+))"
-    r"\.lora_([AB])\.weight"
+    rf"base_model\.model\.((model\.|backbone\.|{'|'.join(map(re.escape, _TEXT_PARTS))})layers\.([0-9]+)"
+    r"\.(\w+(?:\.\w+)+))\.lora_([AB])\.weight"
 )
 _OF_PICTURES = re.compile(r"base_model\.model\.(model\.)?(vision_tower|multi_modal_projector)\..*")
 _READ = (

@@ -80,6 +80,7 @@ CONFIG_KEYS = {  # Hugging Face's names -> GGUF's, behind the architecture's nam
     "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank",
     "linear_inner_size": "ssm.inner_size",
+    "linear_head_dim": "kda.head_dim",
     "mamba_d_conv": "ssm.conv_kernel",
     "mamba_d_state": "ssm.state_size",
     "mamba_n_groups": "ssm.group_count",

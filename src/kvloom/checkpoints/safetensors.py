@@ -12,7 +12,7 @@ from kvloom.checkpoints.quantized.layout import Scheme
 from kvloom.checkpoints.quantized.numbers import Bytes, Floats
 from kvloom.checkpoints.quantized.packed import PackedMatrix, Part, check_parts, check_sizes, marks, wanted
 from kvloom.checkpoints.quantized.torchao import PRE_SCALE
-from kvloom.checkpoints.source import RawTensor, Tensor, as_rows, check_shape, widen
+from kvloom.checkpoints.source import RawTensor, Tensor, as_rows, check_shape, has_sizes, widen
 from kvloom.checkpoints.tensorfile import FLOATS, LENGTH_BYTES, Damaged, Entry, header_bytes, read_entries
 from kvloom.checkpoints.unread import is_harmless
 from kvloom.contract.errors import ModelError
@@ -158,7 +158,9 @@ class SafetensorsSource:
         key = file_name(name, self._names)
         if name == "head" and key not in self._tensors:
             key = self._prefix.removesuffix(_PREFIX) + key  # "language_model.lm_head.weight"
-        return self._prefix + key.removeprefix(_PREFIX) if key.startswith(_PREFIX) else key
+        key = self._prefix + key.removeprefix(_PREFIX) if key.startswith(_PREFIX) else key
+        other = key.replace(".mlp.", ".block_sparse_moe.")  # as transformers saves Kimi-Linear's dense layers
+        return other if key not in self._tensors and other in self._tensors else key
 
     def has_own_head(self) -> bool:
         """Whether the files hold a head whose values are not the embedding's."""
@@ -195,8 +197,8 @@ class SafetensorsSource:
             raise ModelError(f"{self._folder}: tensor {key} is missing")
         self._read.add(key)
         path, _, entry = self._tensors[key]
-        others = {(1, *shape), (shape[0], 1, *shape[1:])}  # Ernie's correction of scores; weights of convolutions
-        check_shape(key, shape if entry.shape in others else entry.shape, shape, str(path))
+        # Ernie's correction of scores, weights of convolutions and Kimi's decays have dimensions of 1
+        check_shape(key, shape if has_sizes(entry.shape, shape) else entry.shape, shape, str(path))
         if entry.kind not in kinds:
             known = "known are F32, F16 and BF16" if kinds == FLOATS else f"known is {kinds[0]}"
             raise ModelError(f"{path}: tensor {key} is {entry.kind:.80}; {known}")

@@ -91,6 +91,11 @@ def check_shape(name: str, got: tuple[int, ...], want: tuple[int, ...], file: st
         raise ModelError(f"{file}: tensor {name} has shape {list(got)}, the configuration asks for {list(want)}")
 
 
+def has_sizes(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether two shapes differ in dimensions of 1 alone."""
+    return [size for size in found if size != 1] == [size for size in wanted if size != 1]
+
+
 class Tensor(Protocol):
     """The common interface of RawTensor and packed.PackedMatrix."""
 

@@ -1,6 +1,6 @@
 """Shapes of tiny models whose layers keep states, or have one branch, or two mixers."""
 
-from kvloom.checkpoints.families.mixers import DeltaRule, Mamba2, ShortConv
+from kvloom.checkpoints.families.mixers import DeltaRule, KimiDelta, Mamba2, ShortConv
 from kvloom.checkpoints.families.spec import Experts
 
 from .specs import Plan, rope_of, tiny_spec
@@ -23,6 +23,19 @@ HYBRIDS = {
         qk_norm="head",
         layers=(Plan(None, None, True, recurrent=DeltaRule(2, 2, 64, 64, 4)), Plan(rope_of(32), None, True, True)),
         experts=Experts(5, 2, 40, shared=72),
+    ),
+}
+
+
+HYBRIDS |= {
+    "delta rule with a decay of each channel": tiny_spec(
+        "kimi_linear",
+        layers=(
+            Plan(None, recurrent=KimiDelta(2, 32, 4)),
+            Plan(rope_of(32)),
+            Plan(None, recurrent=KimiDelta(6, 16, 3)),
+            Plan(None, recurrent=KimiDelta(2, 80, 2)),  # behind the last attention, wider than the residual stream
+        ),
     ),
 }
 

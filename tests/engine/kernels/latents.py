@@ -23,6 +23,11 @@ LATENTS = {
         LatentAttention(3, 96, 24, 64, 64, 32, rope_of(64)),
         has_experts=(False, False),
     ),
+    "latents without positions": latent_spec(
+        LatentAttention(4, 64, 32, 32, 32, 64),
+        LatentAttention(2, 64, 40, 64, 32, None),
+        has_experts=(False, False),
+    ),
     "latents, experts, queries that grow": latent_spec(
         LatentAttention(5, 64, 40, 32, 32, None, rope_of(32)),
         LatentAttention(5, 64, 40, 32, 32, None, rope_of(32)),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvloom.checkpoints import footprint
+from kvloom.checkpoints.families.mixers import KimiDelta
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError
@@ -90,3 +91,9 @@ def test_a_block_has_each_layer_in_its_own_size(kv_dtype):
     token_bytes = sum(sizes) + sum(sizes[:2])
     assert blocks.block_bytes == 32 * token_bytes
     assert footprint.kv_token_bytes(EngineConfig("m", kv_dtype=kv_dtype), "cpu", spec) == token_bytes
+
+
+def test_channels_of_a_delta_rule_that_fill_no_panels_are_refused_by_name():
+    spec = tiny_spec(layers=(Plan(None, recurrent=KimiDelta(3, 16, 4)),))
+    with pytest.raises(ModelError, match="a delta rule of 48 channels: the CPU backend has multiples of 32"):
+        CpuBackend(spec, random_weights(spec), 4)

@@ -58,7 +58,7 @@ def answers(config: EngineConfig) -> tuple[list[list[int]], list[float]]:
     "name",
     [
         *("llama", "qwen3", "qwen2 moe", "gpt-oss", "gemma4, shared keys and inputs of layers"),
-        *("qwen3.5", "lfm2", "granite 4", "nemotron h, experts", "falcon h1, norms"),
+        *("qwen3.5", "lfm2", "granite 4", "nemotron h, experts", "falcon h1, norms", "kimi linear"),
     ],
 )
 def test_two_ranks_give_the_tokens_of_one(tmp_path, name, request):
@@ -100,7 +100,7 @@ def test_each_rank_keeps_its_part_of_a_block_in_the_pool(tmp_path):
         assert warm == 2 * (57 // 16)  # the whole blocks of the other two requests
 
 
-@pytest.mark.parametrize("name", ["qwen2", "granite 4", "qwen3.5", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen2", "granite 4", "qwen3.5", "lfm2", "kimi linear"])
 def test_the_parts_of_the_ranks_are_the_whole(tmp_path, name):
     checkpoint = open_checkpoint(save(tiny_model(name), tmp_path))
     spec = shard_spec(checkpoint.spec, 2)

@@ -33,6 +33,7 @@ from tests.support.waiting import until
 
 MODELS = {  # of each mixer with a state: tiny model, and what of its configuration fits the kernels
     "delta rule": ("qwen3.5", {"head_dim": 128}),  # of which 32 dimensions are rotated
+    "delta rule with decays of channels, latents": ("kimi linear", {}),
     "short convolution": ("lfm2", {"num_attention_heads": 2}),
     "mamba2": ("granite 4", {"num_attention_heads": 2}),
     "mamba2 beside attention": ("falcon h1", {"num_attention_heads": 2, "mamba_d_head": 32, "mamba_d_ssm": 128}),

@@ -184,7 +184,15 @@ def test_the_digest_is_of_the_contents_and_not_of_the_path(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3.5", "qwen3 next, a dense layer", "lfm2", "granite 4, dense, rotated", "nemotron h", "mamba2"],
+    [
+        "qwen3.5",
+        "qwen3 next, a dense layer",
+        "lfm2",
+        "granite 4, dense, rotated",
+        "nemotron h",
+        "mamba2",
+        "kimi linear",
+    ],
 )
 def test_all_linears_of_layers_with_states_are_found_by_the_names_of_peft(tmp_path, name):
     """Each tensor of the merged model is the one of the model and the pair's product."""

@@ -141,6 +141,7 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by tiny mode
     "glm4 moe lite": ("deepseek2", {}, {"rope_parameters": DEFAULT_ROPE}),
     "mistral4": ("mistral4", {"attention__temperature_scale": 0.3}, {}),
     "youtu": ("deepseek2", {}, {}),
+    "kimi linear": ("kimi-linear", {}, {"linear_num_heads": 4}),
     "gpt-oss": ("gpt-oss", GPT_OSS, {"swiglu_limit": 7.0}),
 }
 

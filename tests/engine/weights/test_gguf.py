@@ -17,7 +17,7 @@ from kvloom.checkpoints.gguf_types import GGUF_TYPES
 from kvloom.checkpoints.quantized.numbers import LEVELS
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels.reference import ReferenceBackend
-from tests.support.models import delta_gguf, gemma4_gguf, latent_gguf, mamba_gguf
+from tests.support.models import delta_gguf, gemma4_gguf, kimi_gguf, latent_gguf, mamba_gguf
 from tests.support.models.checkpoints import run_step, tiny_model
 
 TOKENS = [5, 9, 1, 77, 30, 2, 2, 101]
@@ -104,6 +104,9 @@ def tensors_of(model: Any, arch: str) -> Iterator[tuple[str, np.ndarray[Any, Any
         if ".mamba." in key or ".shared_mlp." in key:
             yield from mamba_gguf.converted(model.config, key, data)
             continue
+        if arch == kimi_gguf.ARCHITECTURE and ".experts." not in key:
+            yield from kimi_gguf.converted(model.config, key, data)
+            continue
         if arch in latent_gguf.ARCHITECTURES and ".experts." not in key:
             yield from latent_gguf.converted(model.config, key, data)
             continue
@@ -146,6 +149,8 @@ def sizes_of(model: Any, arch: str) -> dict[str, Any]:
     }
     if arch == "gemma4":
         return own
+    if arch == kimi_gguf.ARCHITECTURE:
+        return own | kimi_gguf.sizes_of(config)
     counts = [config.num_key_value_heads * (kind not in STATES) for kind in getattr(config, "layer_types", None) or []]
     is_hybrid = 0 in counts and arch not in delta_gguf.ARCHITECTURES
     own["attention__head_count_kv"] = counts if is_hybrid else config.num_key_value_heads

@@ -10,6 +10,7 @@ import torch
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.families import FAMILIES
+from kvloom.checkpoints.families.mixers import KimiDelta, LatentAttention
 from kvloom.checkpoints.families.multiplied import multiplied
 from kvloom.contract.errors import ModelError
 from tests.support.lazily import lazily
@@ -143,9 +144,40 @@ def test_a_folder_of_mambas_kin_that_says_only_its_sizes_is_what_transformers_ma
         assert (own.weighs_chosen, own.scores, own.has_correction) == (True, "sigmoid", True)
 
 
+KIMI = {"num_hidden_layers": 8, "hidden_size": 64, "vocab_size": 99, "model_max_length": 512, "num_experts": 16}
+KIMI |= {"num_experts_per_token": 3, "moe_renormalize": False, "num_expert_group": 4, "topk_group": 2}
+PUBLISHED = {"head_dim": 32, "num_heads": 3, "short_conv_kernel_size": 5}
+PUBLISHED |= {"full_attn_layers": [3, 8], "kda_layers": [1, 2, 4, 5, 6, 7]}
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"linear_attn_config": PUBLISHED, "first_k_dense_replace": 2}], ids=["bare", "published"]
+)
+def test_a_published_configuration_of_kimi_linear_says_what_transformers_makes_of_it(fields):
+    theirs, spec = (
+        transformers.KimiLinearConfig(**KIMI, **fields),
+        FAMILIES["KimiLinearForCausalLM"].spec(KIMI | fields),
+    )
+    for index, layer in enumerate(spec.layers):
+        assert isinstance(layer.mixer, KimiDelta) == (theirs.layer_types[index] == "linear_attention")
+        assert layer.has_experts == (theirs.mlp_layer_types[index] == "sparse")
+    sizes = theirs.linear_num_heads, theirs.linear_head_dim, theirs.linear_conv_kernel_dim
+    assert {mixer for _, mixer in spec.recurrent} == {KimiDelta(*sizes)}
+    heads = theirs.num_attention_heads, theirs.kv_lora_rank, theirs.qk_nope_head_dim, theirs.qk_rope_head_dim
+    assert {mixer for _, mixer in spec.attention} == {LatentAttention(*heads, theirs.v_head_dim)}
+    own, scale = spec.experts, theirs.routed_scaling_factor
+    assert (own.count, own.per_token, own.groups, own.kept_groups, own.weighs_chosen, own.scale) == (
+        *(16, 3, 4, 2, False, scale),
+    )
+    assert (own.intermediate, own.shared) == (theirs.moe_intermediate_size,) * 2
+    assert (spec.max_seq_len, spec.norm_eps, spec.intermediate) == (512, theirs.rms_norm_eps, theirs.intermediate_size)
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "told"),
     [
+        ("KimiLinear", {"mla_use_nope": False}, "kimi_linear with mla_use_nope false is not supported"),
+        ("KimiLinear", {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim must be 2 to 8, got 9"),
         ("NemotronH", {"mlp_hidden_act": "silu"}, "nemotron_h with mlp_hidden_act 'silu' is not supported"),
         ("NemotronH", {"moe_latent_size": 32}, "nemotron_h with moe_latent_size 32 is not supported"),
         ("NemotronH", {"use_bias": True}, "nemotron_h with use_bias is not supported"),
@@ -155,7 +187,7 @@ def test_a_folder_of_mambas_kin_that_says_only_its_sizes_is_what_transformers_ma
         ("Mamba2", {"use_bias": True}, "mamba2 with use_bias is not supported"),
     ],
 )
-def test_what_mambas_kin_cannot_be_here_is_named(name, fields, told):
+def test_what_layers_with_a_state_cannot_be_here_is_named(name, fields, told):
     config = {**BARE, "num_hidden_layers": 2, "num_attention_heads": 32, "intermediate_size": 96, **fields}
     with pytest.raises(ModelError, match=told):
         FAMILIES[f"{name}ForCausalLM"].spec(config)

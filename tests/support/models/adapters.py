@@ -80,7 +80,17 @@ def merged(values: Mapping[str, torch.Tensor], folder: Path, scales: Mapping[str
     return result
 
 
-MODULES = ("linear_attn", "self_attn", "mlp", "conv", "feed_forward", "shared_mlp", "mamba", "mixer")  # of layers
+MODULES = (
+    "linear_attn",
+    "self_attn",
+    "forget_gate",
+    "mlp",
+    "conv",
+    "feed_forward",
+    "shared_mlp",
+    "mamba",
+    "mixer",
+)  # of layers
 
 
 def adapted(model: torch.nn.Module, folder: Path) -> torch.nn.Module:

@@ -312,6 +312,29 @@ TINY_MODELS |= {
     "mistral4": ("Mistral4", {**LATENT, "n_group": 2, "topk_group": 1, "rope_parameters": GROWING}),
     "youtu": ("Youtu", {key: LATENT[key] for key in LATENT if key not in LATENT_EXPERTS}),
 }
+KIMI = {key: LATENT[key] for key in LATENT if key not in ("n_routed_experts", "first_k_dense_replace")}
+KIMI |= {
+    "num_local_experts": 8,
+    "q_lora_rank": None,
+    "num_hidden_layers": 4,
+    "layer_types": [STATE, FULL, STATE, STATE],
+}
+KIMI |= {"linear_num_heads": 2, "linear_head_dim": 32, "bos_token_id": 1, "eos_token_id": 2}
+TINY_MODELS |= {
+    "kimi linear": ("KimiLinear", KIMI),
+    "kimi linear, groups, latents of queries": (
+        "KimiLinear",
+        {
+            **KIMI,
+            "linear_conv_kernel_dim": 3,
+            "q_lora_rank": 64,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        },
+    ),
+}
 VOCAB_SIZE = 128
 BASE = {
     "hidden_size": 64,

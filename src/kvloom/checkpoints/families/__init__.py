@@ -17,6 +17,7 @@ from kvloom.checkpoints.families.known.glm_flash import GLM4_MOE_LITE
 from kvloom.checkpoints.families.known.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_GGUF, GRANITE_SHARED
 from kvloom.checkpoints.families.known.granite_hybrid import GRANITE_HYBRID, GRANITE_HYBRID_GGUF
 from kvloom.checkpoints.families.known.hunyuan import HUNYUAN
+from kvloom.checkpoints.families.known.kimi import KIMI_LINEAR, KIMI_LINEAR_GGUF
 from kvloom.checkpoints.families.known.lfm2 import LFM2, LFM2_GGUF, LFM2_MOE
 from kvloom.checkpoints.families.known.llama import EUROBERT, LLAMA, SMOLLM3
 from kvloom.checkpoints.families.known.mamba import MAMBA2, MAMBA2_GGUF
@@ -99,6 +100,7 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "Mistral4ForCausalLM": MISTRAL4,
     "YoutuForCausalLM": YOUTU,
+    "KimiLinearForCausalLM": KIMI_LINEAR,
     "LlamaModel": LLAMA,  # without a head from here on: they make embeddings
     "MistralModel": MISTRAL,
     "Qwen2Model": QWEN2,
@@ -150,6 +152,7 @@ FAMILIES: dict[str, Family] = {
     "mamba2": MAMBA2_GGUF,
     "gpt-oss": GPT_OSS,
     "deepseek2": DEEPSEEK_GGUF,
+    "kimi-linear": KIMI_LINEAR_GGUF,
     "mistral4": MISTRAL4_GGUF,
 }
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvloom.checkpoints.families.mixers import DeltaRule, Mamba2, Recurrent, ShortConv
+from kvloom.checkpoints.families.mixers import DeltaRule, KimiDelta, Mamba2, Recurrent, ShortConv
 from kvloom.checkpoints.families.spec import Layer
 from kvloom.checkpoints.families.values import count, flag, short
 from kvloom.contract.errors import ModelError
@@ -133,6 +133,12 @@ def _width(config: Mapping[str, Any], key: str) -> int:
     if not 2 <= width <= MAX_WIDTH:
         raise ModelError(f"configuration: {key} must be 2 to {MAX_WIDTH}, got {width}")
     return width
+
+
+def kimi_delta(config: Mapping[str, Any]) -> KimiDelta:
+    """Raises ModelError."""
+    width = _width(config, "linear_conv_kernel_dim")
+    return KimiDelta(count(config, "linear_num_heads"), count(config, "linear_head_dim"), width)
 
 
 def delta_rule(config: Mapping[str, Any]) -> DeltaRule:

@@ -209,6 +209,53 @@ class DeltaRule:
 
 
 @dataclass(frozen=True, slots=True)
+class KimiDelta:
+    """Kimi delta attention (Moonshot AI 2025, section 3): DeltaRule with as many key heads as value heads, all of one
+    size, and with a decay for each channel of a key. Its convolution reads `q`, `k` and `v`, with the weights `q_conv`,
+    `k_conv` and `v_conv`. For each head, whose channel is b in `beta_in`, with a the head's channels of `decay_up`,
+    which reads `decay_down`:
+
+      S = diag(exp(decay softplus(a + decay_bias))) S;   S += k (sigmoid(b) (v - S^T k))^T;   o = S^T q
+
+    `o` reads RMSNorm(o) times `out_norm` times the sigmoid of the head's channels of `out_gate_up`, which reads
+    `out_gate_down`.
+    """
+
+    num_heads: int
+    head_dim: int
+    conv_width: int  # tokens
+
+    @property
+    def size(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def state_floats(self) -> int:
+        """Numbers that are kept of a sequence: inputs of the convolution, then the states of the heads."""
+        return (self.conv_width - 1) * 3 * self.size + self.size * self.head_dim
+
+    def linears(self, hidden: int) -> Shapes:
+        """Its matrices, [out, in]."""
+        return {
+            **dict.fromkeys(("q", "k", "v"), (self.size, hidden)),
+            "beta_in": (self.num_heads, hidden),
+            **dict.fromkeys(("decay_down", "out_gate_down"), (self.head_dim, hidden)),
+            **dict.fromkeys(("decay_up", "out_gate_up"), (self.size, self.head_dim)),
+            "o": (hidden, self.size),
+        }
+
+    def vectors(self) -> Shapes:
+        """Its other tensors. decay is negative."""
+        return {
+            **dict.fromkeys(("q_conv", "k_conv", "v_conv"), (self.size, self.conv_width)),
+            "decay": (self.num_heads,),
+            "decay_bias": (self.size,),
+            "out_norm": (self.head_dim,),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Mamba2:
     """State space with one decay a head (Dao and Gu 2024) behind a causal convolution, one state [head_dim, state_dim]
     for each head.
@@ -289,6 +336,11 @@ class ShortConv:
         return {"conv": (self.size, self.conv_width)}
 
 
-Recurrent = DeltaRule | Mamba2 | ShortConv  # mixers with a state
+Recurrent = DeltaRule | KimiDelta | Mamba2 | ShortConv  # mixers with a state
 Keyed = Attention | LatentAttention  # those with keys in blocks
 Mixer = Keyed | Recurrent
+
+
+def out_name(mixer: Recurrent) -> str:
+    """The matrix that reads its output."""
+    return "o" if isinstance(mixer, KimiDelta) else "out"

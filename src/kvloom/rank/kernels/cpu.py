@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.checkpoints.families.mixers import DeltaRule, LatentAttention, Mamba2, Recurrent, Rope, ShortConv
+from kvloom.checkpoints.families.mixers import DeltaRule, KimiDelta, LatentAttention, Mamba2, Recurrent, Rope, ShortConv
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.lora import FIELD, AdapterFile
 from kvloom.checkpoints.lora_tensors import pairs_of
@@ -334,6 +334,9 @@ def _check(spec: DecoderSpec, kv_dtype: str) -> None:
         if any(size % 16 for size in sizes):
             told = " and ".join(map(str, sizes))
             raise ModelError(f"{what} {told}: the CPU backend has multiples of 16")
+    for size in {mixer.size for _, mixer in spec.recurrent if isinstance(mixer, KimiDelta)}:
+        if size % 32:
+            raise ModelError(f"a delta rule of {size} channels: the CPU backend has multiples of 32")
     latents = [mixer for _, mixer in spec.attention if isinstance(mixer, LatentAttention)]
     for rank in {mixer.q_rank for mixer in latents if mixer.q_rank}:
         if rank % 32:
@@ -354,5 +357,7 @@ def _sizes(mixer: Recurrent) -> tuple[str, *tuple[int, ...]]:
             return "channels of a convolution:", mixer.size
         case DeltaRule():
             return "heads of a delta rule of sizes", mixer.k_dim, mixer.v_dim
+        case KimiDelta():
+            return "heads of a delta rule of size", mixer.head_dim
         case Mamba2():
             return "heads of Mamba-2 of sizes", mixer.head_dim, mixer.state_dim

@@ -14,7 +14,7 @@ STATES, ADD_POSITIONS, LAYER_NORM, DELTA_RULE, SHORT_CONV, CONVOLUTION, MAMBA2 =
 LAYER_INPUTS, NORM_BRANCH, LATENT_KEYS, LATENT_QUERIES, LATENT_VALUES, JOIN = range(17, 23)
 TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS, TO_BRANCH, CLAMPED, GATED_RESIDUAL, GELU, RELU2, TO_INPUTS = range(11)
 FROM_ATTENTION, FROM_MLP, FROM_GATE_UP, FROM_RESIDUAL, FROM_MIXER, FROM_NORMED_MIXER, FROM_INPUTS = range(7)
-FROM_QKV = 7
+FROM_QKV, FROM_CHANNELS = 7, 8
 QUERIES, KEYS, ALL, LATENT = range(4)
 NORM_HEADS, NORM_ROWS, NORM_ROTATED = range(3)
 KV_BF16, KV_INT8 = range(2)
@@ -45,7 +45,10 @@ class Instruction(ctypes.Structure):
 
     _fields_ = tuple(
         (name, _I32)
-        for name in ("kind", "layer", "linear", "epilogue", "vector", "vector2", "source", "rope", "window", "is_gated")
+        for name in (
+            *("kind", "layer", "linear", "epilogue", "vector", "vector2", "source", "rope", "window", "is_gated"),
+            "at",
+        )
     )
 
 
@@ -85,6 +88,7 @@ class DeltaRuleShape(ctypes.Structure):
 
     _fields_ = (
         *((name, _I32) for name in ("num_k_heads", "num_v_heads", "k_dim", "v_dim", "conv_width", "is_tiled")),
+        *((name, _I32) for name in ("decays_channels", "gates_by_sigmoid")),
         *((name, _I32) for name in ("gate_at", "beta_at", "decay_at", "conv", "decay", "decay_bias", "norm")),
         ("state_at", _I64),
     )

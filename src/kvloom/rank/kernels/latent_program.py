@@ -21,7 +21,9 @@ class DeclaredLatents(NamedTuple):
     latent: int
 
     def emit_steps(self, program: Program, rope: int) -> None:
-        """What runs between the normed residual stream and `out`. `rope`: the library's number of its rotary table."""
+        """What runs between the normed residual stream and `out`. `rope`: the library's number of its rotary table;
+        NONE = without positions.
+        """
         program.emit(cpu_abi.LINEAR, linear=self.down, epilogue=cpu_abi.TO_QKV)
         program.emit(cpu_abi.LATENT_KEYS, layer=self.latent, rope=rope)
         if self.q_up != cpu_abi.NONE:

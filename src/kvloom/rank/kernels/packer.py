@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.checkpoints.families.mixers import Attention, LatentAttention, Rope
+from kvloom.checkpoints.families.mixers import Attention, Keyed, LatentAttention, Rope
 from kvloom.checkpoints.families.spec import DecoderSpec, Encoder
 from kvloom.checkpoints.footprint import STORED, UNQUANTISED_FORM
 from kvloom.checkpoints.quantized.forms import number_bits
@@ -207,9 +207,8 @@ class Packer:
     def _declare_latents(self, layer: int, own: LatentAttention) -> None:
         program, at = self._program, f"layers.{layer}."
         latents = declare_latents(program, own, at, self._spec.hidden, self._at[layer])
-        assert own.rope is not None, "latent attention has a rotated part"
         self._emit_input(latents.down, at + "attn_norm")
-        latents.emit_steps(program, self._ropes[own.rope])
+        latents.emit_steps(program, self._table(own))
         self._emit_output(latents.out, at + "attn_post_norm")
 
     def _declare_attention(self, layer: int) -> None:
@@ -237,8 +236,7 @@ class Packer:
         self._program.emit(cpu_abi.LINEAR, linear=qkv, epilogue=cpu_abi.TO_QKV, vector=bias)
         if beside:
             beside.emit_steps(self._program)
-        rope = cpu_abi.NONE if own.rope is None else self._ropes[own.rope]
-        self._program.emit(cpu_abi.ROPE_KV, layer=number, rope=rope, is_gated=own.is_gated, **norms)
+        self._program.emit(cpu_abi.ROPE_KV, layer=number, rope=self._table(own), is_gated=own.is_gated, **norms)
         sinks = self._program.vector(at + "sinks") if spec.has_sinks else cpu_abi.NONE
         window = own.window or 0
         self._program.emit(cpu_abi.ATTENTION, layer=number, window=window, vector=sinks, is_gated=own.is_gated)
@@ -249,6 +247,10 @@ class Packer:
         if beside:
             beside.emit_quant(self._program)
             self._emit_output(beside.out, at + "attn_post_norm")
+
+    def _table(self, own: Keyed) -> int:
+        """The library's number of a mixer's rotary table; NONE = without positions."""
+        return cpu_abi.NONE if own.rope is None else self._ropes[own.rope]
 
     def _declare_heads(self, layer: int, own: Attention) -> int:
         """The library's number of a layer's attention."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvloom.checkpoints.families.mixers import Attention, LatentAttention, Recurrent
+from kvloom.checkpoints.families.mixers import Attention, LatentAttention, Recurrent, out_name
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.lora import AdapterFile
 from kvloom.checkpoints.lora_tensors import pairs_of
@@ -285,9 +285,12 @@ class ReferenceBackend:
         at, first = f"layers.{layer}.", self._state_at[layer]
         memory = context.state[first : first + mixer.state_floats]
         given = MixerInput(
-            lambda name: self._linear(x, at + name), lambda name: self._w[at + name], memory, self.spec.norm_eps
+            lambda name, read: self._linear(x if read is None else read, at + name),
+            lambda name: self._w[at + name],
+            memory,
+            self.spec.norm_eps,
         )
-        return self._mesh.sum(self._linear(mix(mixer, given).to(x.dtype), at + "out"))
+        return self._mesh.sum(self._linear(mix(mixer, given).to(x.dtype), at + out_name(mixer)))
 
     def _attend(self, layer: int, x: Tensor, context: Context) -> Tensor:
         """Write keys and values of x [T, hidden] to the cache, and return the attention output."""
@@ -311,8 +314,7 @@ class ReferenceBackend:
     def _attend_latents(self, layer: int, own: LatentAttention, x: Tensor, context: Context) -> Tensor:
         """As _attend, of a layer with latent attention."""
         at = f"layers.{layer}."
-        assert own.rope is not None, "latent attention has a rotated part"
-        turn = context.turns[own.rope]
+        turn = None if own.rope is None else context.turns[own.rope]
         down = self._linear(x, at + "kv_down")
         latent = self._norm(down[:, : own.kv_rank], at + "kv_down_norm")
         key = latent_key(latent, down[:, own.kv_rank :], turn)

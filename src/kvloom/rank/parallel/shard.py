@@ -15,11 +15,13 @@ import numpy as np
 from kvloom.checkpoints.families.mixers import (
     Attention,
     DeltaRule,
+    KimiDelta,
     LatentAttention,
     Mamba2,
     Mixer,
     Recurrent,
     ShortConv,
+    out_name,
 )
 from kvloom.checkpoints.families.spec import DecoderSpec, Experts
 from kvloom.checkpoints.lora_tensors import LoraPair
@@ -82,6 +84,8 @@ def _share_states(mixer: Recurrent, world_size: int) -> Recurrent:
         case DeltaRule():
             heads = mixer.num_k_heads // world_size, mixer.num_v_heads // world_size
             return replace(mixer, num_k_heads=heads[0], num_v_heads=heads[1])
+        case KimiDelta():
+            return replace(mixer, num_heads=mixer.num_heads // world_size)
         case Mamba2():
             groups = mixer.num_groups // world_size
             return replace(mixer, num_heads=mixer.num_heads // world_size, num_groups=groups)
@@ -94,6 +98,8 @@ def _counts(mixer: Recurrent) -> list[tuple[str, int]]:
     match mixer:
         case DeltaRule():
             return [("key heads of the delta rule", mixer.num_k_heads)]
+        case KimiDelta():
+            return [("heads of the delta rule", mixer.num_heads)]
         case Mamba2():
             return [("groups of heads of Mamba-2", mixer.num_groups)]
         case ShortConv():
@@ -104,8 +110,8 @@ Kinds = tuple[tuple[int, int], ...]
 
 
 def _kinds(mixer: Recurrent) -> dict[str, Kinds]:
-    """Of each tensor that is cut its kinds of rows, in order, and of `out` those of columns. Each is (times, rows): so
-    many rows come so often one after the other, and ranks have their part of each time.
+    """Of each tensor that is cut its kinds of rows, in order, and of out_name those of columns. Each is (times, rows):
+    so many rows come so often one after the other, and ranks have their part of each time.
     """
     found: list[tuple[Kinds, Sequence[str]]]
     match mixer:
@@ -114,6 +120,9 @@ def _kinds(mixer: Recurrent) -> dict[str, Kinds]:
             keys, heads, values = (1, mixer.k_size), (times, mixer.num_v_heads // times), (times, mixer.size // times)
             found = [((keys, keys, values), ("conv_in", "conv")), ((values,), ("gate_in", "out"))]
             found += [((heads,), ("beta_in", "decay_in", "decay", "decay_bias"))]
+        case KimiDelta():
+            parts = "q", "k", "v", "q_conv", "k_conv", "v_conv", "decay_up", "decay_bias", "out_gate_up", "o"
+            found = [(((1, mixer.size),), parts), (((1, mixer.num_heads),), ("beta_in", "decay"))]
         case Mamba2():
             channels, shared = (1, mixer.size), (1, mixer.num_groups * mixer.state_dim)
             found = [((channels, shared, shared), ("conv_in", "conv", "conv_bias"))]
@@ -168,7 +177,7 @@ def _cut(name: str, spec: DecoderSpec) -> _Cut | None:
     for index, mixer in spec.recurrent:
         kinds = _kinds(mixer).get(part) if name.startswith(f"layers.{index}.") else None
         if kinds is not None:
-            return _Cut(1 if part == "out" else 0, kinds)
+            return _Cut(1 if part == out_name(mixer) else 0, kinds)
     part = part.rsplit(".", 1)[-1]
     return _Cut(0) if part in _BY_ROWS else _Cut(1) if part in _BY_COLUMNS else None
 

@@ -13,19 +13,20 @@ struct DeltaCase {
     int64_t channels, width, count;
     std::vector<float> in;
 
-    DeltaCase(int k_heads, int v_heads, int k_dim, int v_dim, int conv_width, bool is_tiled, int64_t count)
-        : mixer{k_heads, v_heads, k_dim, v_dim, conv_width, is_tiled}, channels(2 * k_heads * k_dim + v_heads * v_dim),
+    DeltaCase(int k_heads, int v_heads, int k_dim, int v_dim, int conv_width, bool is_tiled, bool by_channel, int64_t count)
+        : mixer{k_heads, v_heads, k_dim, v_dim, conv_width, is_tiled, by_channel, by_channel}, channels(2 * k_heads * k_dim + v_heads * v_dim),
           count(count) {
         mixer.gate_at = int32_t(channels);
         mixer.beta_at = mixer.gate_at + v_heads * v_dim;
         mixer.decay_at = mixer.beta_at + v_heads;
-        width = mixer.decay_at + v_heads;
+        const int decays = v_heads * (by_channel ? k_dim : 1);
+        width = mixer.decay_at + decays;
         in = noise(count * width, 2.0f);
         mixer.conv = add(noise(conv_width * channels));
         std::vector<float> decay = noise(v_heads);
         for (float& value : decay) value = -std::exp(value);
         mixer.decay = add(decay);
-        mixer.decay_bias = add(noise(v_heads));
+        mixer.decay_bias = add(noise(decays));
         mixer.norm = add(noise(v_dim));
     }
 
@@ -69,14 +70,18 @@ struct DeltaCase {
         std::vector<double> state(size_t(mixer.k_dim * v_dim)), out;
         for (int64_t t = 0; t < count; t++) {
             const std::vector<double> q = unit(t, key_head * mixer.k_dim), k = unit(t, keys + key_head * mixer.k_dim);
-            const double a = at(t, mixer.decay_at + h) + weight(mixer.decay_bias, h);
-            const double stays = std::exp(weight(mixer.decay, h) * std::log1p(std::exp(a)));
+            std::vector<double> stays;
+            for (int i = 0; i < mixer.k_dim; i++) {
+                const int own = mixer.decays_channels ? h * mixer.k_dim + i : h;
+                const double a = at(t, mixer.decay_at + own) + weight(mixer.decay_bias, own);
+                stays.push_back(std::exp(weight(mixer.decay, h) * std::log1p(std::exp(a))));
+            }
             const double writes = 1 / (1 + std::exp(-at(t, mixer.beta_at + h)));
             std::vector<double> o(static_cast<size_t>(v_dim));
             double squares = 0;
             for (int64_t c = 0; c < v_dim; c++) {
                 double found = 0;
-                for (int i = 0; i < mixer.k_dim; i++) found += k[size_t(i)] * (state[size_t(i * v_dim + c)] *= stays);
+                for (int i = 0; i < mixer.k_dim; i++) found += k[size_t(i)] * (state[size_t(i * v_dim + c)] *= stays[size_t(i)]);
                 const double d = writes * (convolved(t, 2 * keys + h * v_dim + c) - found);
                 for (int i = 0; i < mixer.k_dim; i++)
                     o[size_t(c)] += q[size_t(i)] * (state[size_t(i * v_dim + c)] += k[size_t(i)] * d) / std::sqrt(mixer.k_dim);
@@ -84,15 +89,15 @@ struct DeltaCase {
             }
             for (int64_t c = 0; c < v_dim; c++) {
                 const double gate = at(t, mixer.gate_at + h * v_dim + c);
-                out.push_back(o[size_t(c)] / std::sqrt(squares + 1e-5) * weight(mixer.norm, c) * gate / (1 + std::exp(-gate)));
+                out.push_back(o[size_t(c)] / std::sqrt(squares + 1e-5) * weight(mixer.norm, c) * (mixer.gates_by_sigmoid ? 1 : gate) / (1 + std::exp(-gate)));
             }
         }
         return out;
     }
 };
 
-void test_delta_rule(int k_heads, int v_heads, int k_dim, int v_dim, int conv_width, bool is_tiled) {
-    DeltaCase drawn(k_heads, v_heads, k_dim, v_dim, conv_width, is_tiled, 37);
+void test_delta_rule(int k_heads, int v_heads, int k_dim, int v_dim, int conv_width, bool is_tiled, bool by_channel = false) {
+    DeltaCase drawn(k_heads, v_heads, k_dim, v_dim, conv_width, is_tiled, by_channel, 37);
     const std::vector<float> whole = drawn.computed(drawn.count);
     for (int h = 0; h < v_heads; h++) {
         const std::vector<double> want = drawn.plain(h);
@@ -232,6 +237,8 @@ static void test_mixers() {
     test_delta_rule(1, 1, 16, 16, 2, false);
     test_delta_rule(2, 4, 32, 80, 4, false);
     test_delta_rule(2, 4, 48, 64, 4, true);
+    test_delta_rule(2, 2, 80, 80, 3, false, true);
+    test_delta_rule(1, 2, 16, 32, 4, false, true);
     test_short_conv(16, 2);
     test_short_conv(48, 5);
     test_mamba2(1, 16, 16, 1, 2, false);

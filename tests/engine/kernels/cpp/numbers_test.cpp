@@ -17,6 +17,8 @@ static void test_numbers() {
         near(lane[3] / std::exp2(double(x)), 1, 1e-6, "exp2", int64_t(x), 0);
         store(lane, silu(splat(x)));
         near(lane[5], x / (1 + std::exp(-double(x))), 1e-5, "silu", int64_t(x), 0);
+        store(lane, softplus(splat(x)));
+        near(lane[4] / std::log1p(std::exp(double(x))), 1, x > -10 ? 1e-6 : 4e-6, "softplus", int64_t(x), 0);
         store(lane, gelu_tanh(splat(x)));
         const double u = 0.7978845608 * (double(x) + 0.044715 * std::pow(double(x), 3));
         near(lane[7], 0.5 * double(x) * (1 + std::tanh(u)), 1e-5, "gelu", int64_t(x), 0);

@@ -11,7 +11,7 @@ from kvloom.checkpoints.families.latents import latent_sizes
 from kvloom.checkpoints.families.values import count, positive
 
 
-def _of_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
+def of_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
     """Files before April 2025 have the sizes of heads without absorption where others have those with it; all have a
     tenth of YaRN's factor.
     """
@@ -27,7 +27,7 @@ def _of_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
     return sizes | latent_sizes({**config, **sizes})
 
 
-MISTRAL4_GGUF = replace(MISTRAL4, defaults={"rope_own_fields": GROWTH_FIELDS}, translated=_of_gguf)
+MISTRAL4_GGUF = replace(MISTRAL4, defaults={"rope_own_fields": GROWTH_FIELDS}, translated=of_gguf)
 DEEPSEEK_GGUF = replace(
     MISTRAL4_GGUF,
     name="deepseek2",

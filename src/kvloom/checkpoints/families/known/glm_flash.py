@@ -12,7 +12,7 @@ from kvloom.contract.errors import ModelError
 _EXPERTS = {"num_experts_per_tok": 4, "norm_topk_prob": True, "n_shared_experts": 1, "n_routed_experts": 64}
 
 
-def _dense_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def dense_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """mlp_layer_types says which layers have experts, else all but the first have."""
     kinds = config.get("mlp_layer_types") or ["dense"]
     if not isinstance(kinds, list) or any(kind not in ("dense", "sparse") for kind in kinds):
@@ -36,5 +36,5 @@ GLM4_MOE_LITE = replace(
         "max_position_embeddings": 202752,
         "rms_norm_eps": 1e-5,
     },
-    translated=_dense_layers,
+    translated=dense_layers,
 )

@@ -86,7 +86,7 @@ enum {
     KVL_QUANT = 1,           /* quantises the input of `linear`, which `source` locates; `epilogue` = the activation
                                 that combines gate and up, if they are separate (KVL_FROM_GATE_UP) */
     KVL_LINEAR = 2,          /* multiplies `linear` by the activations quantised last, adds the adapters' B h, then
-                                applies `epilogue`; `vector` = bias */
+                                applies `epilogue`; `vector` = bias; with KVL_TO_QKV it writes from channel `at` on */
     KVL_ROPE_KV = 3,         /* q/k norm with weights `vector` and `vector2` (`source`: of what, and when), rotation
                                 with table `rope`; writes keys and values of attention `layer` to the cache */
     KVL_ATTENTION = 4,       /* attention `layer` of the step's queries over cached keys: on each visible side
@@ -118,9 +118,9 @@ enum {
                                 `vector` of the output of KVL_TO_INPUTS / sqrt(hidden) + layer_rows) / sqrt(2) */
     KVL_LATENT_KEYS = 19,    /* of the rows that a linear wrote with KVL_TO_QKV: makes the keys of latent attention
                                 `layer` and writes them to the cache, and what KVL_FROM_ATTENTION reads for its queries
-                                if these are made of a latent, too; rotates with table `rope` */
+                                if these are made of a latent, too; rotates with table `rope`, -1 = not */
     KVL_LATENT_QUERIES = 20, /* makes queries of such rows: `linear` has for each head rows that take its channels to
-                                the latent; rotates with table `rope` */
+                                the latent; rotates with table `rope`, -1 = not */
     KVL_LATENT_VALUES = 21,  /* multiplies the output of attention, latents, by the rows of each head in `linear` */
     KVL_JOIN = 22,           /* begins a head that guesses: row t of what KVL_FROM_QKV reads becomes RMSNorm with weights
                                 `vector` of the token's embedding, then RMSNorm with weights `vector2` of row t of
@@ -155,7 +155,8 @@ enum {
     KVL_FROM_MIXER = 4,
     KVL_FROM_NORMED_MIXER = 5,
     KVL_FROM_INPUTS = 6,
-    KVL_FROM_QKV = 7 /* what KVL_LATENT_VALUES or KVL_JOIN wrote */
+    KVL_FROM_QKV = 7, /* what KVL_LATENT_VALUES or KVL_JOIN wrote */
+    KVL_FROM_CHANNELS = 8 /* what KVL_TO_QKV wrote, from channel `at` on */
 };
 /* `source` of ROPE_KV: norm of each head, of the whole row, or of each head after the rotation. */
 enum { KVL_NORM_HEADS = 0, KVL_NORM_ROWS = 1, KVL_NORM_ROTATED = 2 };
@@ -164,6 +165,7 @@ typedef struct {
     int32_t kind, layer, linear, epilogue, vector, vector2, source, rope, window;
     int32_t is_gated; /* of ROPE_KV and ATTENTION: behind the values the rows have a gate for each query head, by whose
                          sigmoid its output is multiplied */
+    int32_t at;       /* a channel of the rows that KVL_TO_QKV writes, a multiple of 32 */
 } kvl_instruction;
 
 /* How a step chooses the next token of a row, at the random point kvl_uniform(seed, position): from all its logits, or
@@ -259,14 +261,16 @@ typedef struct {
     int32_t attention, keys_at, q_rank, nope_dim, rope_dim, out_dim, norm, q_norm;
 } kvl_latent;
 int32_t kvl_add_latent(kvl_model *model, const kvl_latent *latent); /* returns its index */
-/* A gated delta rule with its causal convolution. The linear before it has channels q, k (num_k_heads heads of k_dim),
+/* A gated delta rule with its causal convolution. The linears before it wrote channels q, k (num_k_heads heads of k_dim),
  * v (num_v_heads heads of v_dim), all of which pass the convolution, then, from these channels on: gate_at as many as v,
- * beta_at and decay_at one for each value head. Value head h has key head h % num_k_heads if is_tiled is not 0, else
- * h / (num_v_heads / num_k_heads). conv: vector [conv_width][channels]; decay (negative), decay_bias [num_v_heads]; norm
- * [v_dim]. k_dim and v_dim are multiples of 16. It keeps (conv_width - 1) * channels + num_v_heads * k_dim * v_dim floats
- * of a sequence, from float `state_at` on. */
+ * beta_at and decay_at one for each value head; decay_at k_dim for each if decays_channels is not 0, when each channel of a
+ * key has a decay. Value head h has key head h % num_k_heads if is_tiled is not 0, else h / (num_v_heads / num_k_heads).
+ * conv: vector [conv_width][channels]; decay (negative) [num_v_heads]; decay_bias: as many as from decay_at on; norm
+ * [v_dim]. gates_by_sigmoid: not 0 = the output's gate is the sigmoid of its channel, else SiLU. k_dim and v_dim are
+ * multiples of 16. It keeps (conv_width - 1) * channels + num_v_heads * k_dim * v_dim floats of a sequence, from float
+ * `state_at` on. */
 typedef struct {
-    int32_t num_k_heads, num_v_heads, k_dim, v_dim, conv_width, is_tiled;
+    int32_t num_k_heads, num_v_heads, k_dim, v_dim, conv_width, is_tiled, decays_channels, gates_by_sigmoid;
     int32_t gate_at, beta_at, decay_at;
     int32_t conv, decay, decay_bias, norm;
     int64_t state_at;

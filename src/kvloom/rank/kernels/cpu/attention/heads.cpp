@@ -78,7 +78,6 @@ void Step::place_head(const kvl_instruction& instruction, int64_t token, int hea
     const int dim = own.key_dim, position = batch_.pos[token];
     const float scale = shape_.attention_scale > 0 ? kLog2E * shape_.attention_scale : kLog2E / std::sqrt(float(dim));
     const Place& place = places_[size_t(token)];
-    const RopeTable rope = instruction.rope < 0 ? RopeTable{nullptr, 0} : model_.ropes[size_t(instruction.rope)];
     const float* weight = vector(head < own.num_heads ? instruction.vector : instruction.vector2);
     const auto norm_at = [&](int when) {
         if (weight != nullptr && instruction.source == when) rms_norm(at, weight, dim, dim, shape_.norm_eps, at);
@@ -95,7 +94,7 @@ void Step::place_head(const kvl_instruction& instruction, int64_t token, int hea
         place_value<Cache>(own, place, key, copy);
     }
     norm_at(KVL_NORM_HEADS);
-    if (rope.dim > 0) rotate(at, rope.at + int64_t(position) * rope.dim, rope.dim);
+    turn(at, instruction.rope, position);
     norm_at(KVL_NORM_ROTATED);
     if (key >= 0) return Cache::store_key(key_tile(own, place, key), at, dim, place.slot);
     const int64_t query = query_at(own, token, head);

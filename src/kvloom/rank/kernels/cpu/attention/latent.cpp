@@ -37,10 +37,9 @@ template <class Cache>
 void Step::place_latent(const kvl_instruction& instruction, int64_t token) {
     const kvl_latent& latent = model_.latents[size_t(instruction.layer)];
     const kvl_attention& own = model_.attentions[size_t(latent.attention)];
-    const RopeTable& rope = model_.ropes[size_t(instruction.rope)];
     float *const row = scratch_.qkv.row(token), *const key = row + latent.keys_at;
     rms_norm(key, vector(latent.norm), own.value_dim, own.value_dim, shape_.norm_eps, key);
-    rotate(key + own.value_dim, rope.at + int64_t(batch_.pos[token]) * rope.dim, rope.dim);
+    turn(key + own.value_dim, instruction.rope, batch_.pos[token]);
     const Place& place = places_[size_t(token)];
     Cache::store_key(key_tile(own, place, 0), key, own.key_dim, place.slot);
     if (latent.q_rank == 0) return;
@@ -87,7 +86,6 @@ void Step::multiply_heads(const kvl_instruction& instruction, const HeadProduct&
 void Step::make_queries(const kvl_instruction& instruction, int thread) {
     const kvl_latent& latent = model_.latents[size_t(instruction.layer)];
     const kvl_attention& own = model_.attentions[size_t(latent.attention)];
-    const RopeTable& rope = model_.ropes[size_t(instruction.rope)];
     const int64_t size = latent.nope_dim + latent.rope_dim;
     const auto from = [&](int64_t token, int64_t head) { return scratch_.qkv.row(token) + head * size; };
     multiply_heads(instruction, {own.num_heads, latent.nope_dim, own.value_dim}, thread, from, [&](int64_t token, int64_t head, const float* products) {
@@ -95,7 +93,7 @@ void Step::make_queries(const kvl_instruction& instruction, int thread) {
         std::copy_n(products, own.value_dim, query);
         std::copy_n(from(token, head) + latent.nope_dim, latent.rope_dim, query + own.value_dim);
         const int position = batch_.pos[token];
-        rotate(query + own.value_dim, rope.at + int64_t(position) * rope.dim, rope.dim);
+        turn(query + own.value_dim, instruction.rope, position);
         const int64_t at = query_at(own, token, int(head));
         uint16_t* const to = scratch_.queries + at * own.key_dim;
         const float scale = kLog2E * shape_.attention_scale * growth_at(position);

@@ -73,6 +73,30 @@ void Step::make_inputs(const kvl_instruction& instruction, int thread) {
     });
 }
 
+// The input x[cols] of a linear with zeros behind it, where others may have left something: in memory or in `room`.
+static const float* padded(const Linear& linear, const float* x, float* room) {
+    if (linear.cols == linear.padded_cols) return x;
+    std::fill(std::copy_n(x, linear.cols, room), room + linear.padded_cols, 0.0f);
+    return room;
+}
+
+// The floats that KVL_QUANT quantises of a row, in memory or made in `room`.
+const float* Step::source_row(const kvl_instruction& quant, int64_t row, float* room) const {
+    const Linear& linear = model_.linears[size_t(quant.linear)];
+    switch (quant.source) {
+        case KVL_FROM_GATE_UP: return activate(quant.epilogue, shape_, scratch_.qkv.row(row), linear.cols, room);
+        case KVL_FROM_INPUTS: return gated_inputs(quant, row, linear.cols, room);
+        case KVL_FROM_NORMED_MIXER:
+            return norm_groups(model_, model_.mamba2s[size_t(quant.layer)], scratch_.mixed.row(row), linear.padded_cols, room);
+        case KVL_FROM_CHANNELS: return padded(linear, scratch_.qkv.row(row) + quant.at, room);
+        case KVL_FROM_MIXER: return padded(linear, scratch_.mixed.row(row), room);
+        case KVL_FROM_RESIDUAL: return scratch_.residual.row(row);
+        case KVL_FROM_QKV: return scratch_.qkv.row(row);
+        case KVL_FROM_MLP: return scratch_.mlp.row(row);
+        default: return scratch_.attended.row(row);
+    }
+}
+
 // KVL_FROM_INPUTS: what a layer gets of a row's token, `size` numbers, gated; padded with zeros.
 const float* Step::gated_inputs(const kvl_instruction& instruction, int64_t row, int64_t size, float* room) const {
     const float* const own = scratch_.inputs.row(row) + instruction.layer * size;

@@ -36,7 +36,8 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
     const auto widest_to = [&](int epilogue) {
         int64_t most = 0;
         for (const kvl_instruction& i : model.program)
-            if (i.kind == KVL_LINEAR && i.epilogue == epilogue) most = std::max(most, round_up(model.linears[size_t(i.linear)].rows, kPad));
+            if (i.kind == KVL_LINEAR && i.epilogue == epilogue)
+                most = std::max(most, round_up(i.at + model.linears[size_t(i.linear)].rows, kPad));
         return most;
     };
     const auto has = [&](const auto& is_one) { return std::any_of(model.program.begin(), model.program.end(), is_one); };
@@ -177,13 +178,7 @@ void Step::quantize(const kvl_instruction& instruction, int thread) {
 // The floats of a row to quantise: returns a pointer to them if they are in memory, else computes them into `room`.
 const float* Step::float_row(const kvl_instruction& instruction, int64_t row, float* room) const {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
-    if (instruction.kind == KVL_QUANT && instruction.source == KVL_FROM_GATE_UP)
-        return activate(instruction.epilogue, shape_, scratch_.qkv.row(row), linear.cols, room);
-    if (instruction.kind == KVL_QUANT && instruction.source == KVL_FROM_INPUTS)
-        return gated_inputs(instruction, row, linear.cols, room);
-    if (instruction.kind == KVL_QUANT && instruction.source == KVL_FROM_NORMED_MIXER)
-        return norm_groups(model_, model_.mamba2s[size_t(instruction.layer)], scratch_.mixed.row(row), linear.padded_cols, room);
-    if (instruction.kind == KVL_QUANT) return source_of(instruction).row(row);
+    if (instruction.kind == KVL_QUANT) return source_row(instruction, row, room);
     const float* x = scratch_.residual.row(instruction.kind == KVL_ROWS_NORM_QUANT ? batch_.rows[row] : row);
     rms_norm(x, vector(instruction.vector), linear.padded_cols, shape_.hidden, shape_.norm_eps, room);
     return room;
@@ -302,7 +297,7 @@ Rows Step::target_of(const kvl_instruction& linear) const {
 Epilogue Step::epilogue_of(const kvl_instruction& linear, int64_t panel, int thread) const {
     const Rows target = target_of(linear);
     const bool is_gated = linear.epilogue == KVL_GATED_RESIDUAL, gives_gates = is_gate(linear.epilogue);
-    const int64_t channel = panel * kPanel, column = gives_gates ? channel / 2 : channel;
+    const int64_t channel = panel * kPanel, column = linear.at + (gives_gates ? channel / 2 : channel);
     Epilogue epilogue{linear.epilogue, &shape_, bias_of(linear, panel), target.at + column, target.stride};
     epilogue.adds = is_gated || linear.epilogue == KVL_RESIDUAL;
     epilogue.residual_scale = shape_.residual_scale;

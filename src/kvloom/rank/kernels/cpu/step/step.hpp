@@ -107,6 +107,7 @@ class Step {
     void store_columns(const kvl_instruction& quant, int64_t row, int64_t first, const float* x, int64_t count) const;
     Rows target_of(const kvl_instruction& linear) const;
     const float* float_row(const kvl_instruction& instruction, int64_t row, float* room) const;
+    const float* source_row(const kvl_instruction& quant, int64_t row, float* room) const;
     bool has_low_rank(int32_t linear) const;
     void prefetch_b(int32_t linear, int64_t panel) const {
         for (const Adapter* adapter : step_adapters_) adapter->linears[size_t(linear)].prefetch_b(panel);
@@ -198,18 +199,18 @@ class Step {
     }
     void sync(int thread) { model_.pool.barrier(thread); }
     bool is_small(int64_t rows) const { return rows <= kOwnTokens; }
-    const Rows& source_of(const kvl_instruction& quant) const {
-        if (quant.source == KVL_FROM_RESIDUAL) return scratch_.residual;
-        if (quant.source == KVL_FROM_QKV) return scratch_.qkv;
-        if (quant.source == KVL_FROM_MIXER) return scratch_.mixed;
-        return quant.source == KVL_FROM_MLP ? scratch_.mlp : scratch_.attended;
-    }
     const float* vector(int32_t index) const { return index < 0 ? nullptr : model_.vectors[size_t(index)].data(); }
     // Address of h of token 0, in the shared area or, in a small step, in the thread's own area. Tokens are
     // lora_stride_ bytes apart.
     uint8_t* lora_rows(int thread) const {
         const bool small = is_small(batch_.num_tokens);
         return scratch_.lora.data() + (small ? batch_.num_tokens + thread * kOwnTokens : 0) * lora_stride_;
+    }
+    // Rotates a head at a position by a rotary table of the model; -1 = not at all.
+    void turn(float* head, int32_t rope, int position) const {
+        if (rope < 0) return;
+        const RopeTable& table = model_.ropes[size_t(rope)];
+        rotate(head, table.at + int64_t(position) * table.dim, table.dim);
     }
     const kvl_attention& attention_of(const kvl_instruction& i) const { return model_.attentions[size_t(i.layer)]; }
     const std::vector<AttentionTask>& tasks_of(const kvl_instruction& i) const {
