@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvloom.checkpoints.files import MAX_CONFIG_BYTES, read_object
 from kvloom.checkpoints.metadata import read_kind
 from kvloom.checkpoints.part_names import is_later_part
 from kvloom.contract.errors import ModelError
@@ -11,6 +12,7 @@ from kvloom.contract.errors import ModelError
 _MODEL, _PROJECTOR = "model", "projector"
 _NAMED = {"mmproj": _PROJECTOR}  # general.type -> the word for people; others are their own
 _MOST_NAMED = 3
+_ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM", "gemma4-assistant")
 
 
 def find_weights(path: Path) -> Path:
@@ -58,3 +60,12 @@ def _kind(name: str, file: Path) -> str:
 def _told(kind: str, names: list[str]) -> str:
     first = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
     return f"{len(names)} {kind:.40}{'s' if len(names) > 1 else ''} ({first})"
+
+
+def is_assistant(path: Path) -> bool:
+    """Whether the files say that they are an assistant (assistant.py), without reading more. Raises ModelError."""
+    path = find_weights(path)
+    if not path.is_dir():
+        return path.is_file() and read_kind(path)[0] in _ASSISTANTS
+    names = read_object(path / "config.json", MAX_CONFIG_BYTES).get("architectures")
+    return isinstance(names, list) and any(name in _ASSISTANTS for name in names[:1])

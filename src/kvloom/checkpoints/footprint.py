@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from kvloom.checkpoints.families.mixers import Keyed, LatentAttention, Shapes
-from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.families.spec import PROJECTIONS, DecoderSpec
 from kvloom.checkpoints.quantized.forms import BY_CHANNEL, FORM_BITS
 from kvloom.checkpoints.windows import windowed
 from kvloom.contract.config import EngineConfig
@@ -91,15 +91,21 @@ def state_bytes(spec: DecoderSpec) -> int:
 def weight_bytes(config: EngineConfig, backend: str, spec: DecoderSpec, form_of: FormOf) -> int:
     """Bytes of all weights once they are loaded."""
     if backend == "reference":
-        return num_weights(spec) * _ITEM_BYTES.get(config.dtype, 4)
+        return num_weights(spec) * _ITEM_BYTES.get(config.dtype, 4) + _projection_bytes(spec)
     kept = weight_format(config, spec, form_of)
-    table = 0 if spec.joins_states else spec.vocab_size * spec.hidden
+    table = 0 if spec.joins_states or spec.assists else spec.vocab_size * spec.hidden
     if kept == STORED:
         shapes = {name: math.prod(shape) for name, shape in _held(spec).items() if len(shape) > 1}
         bits = sum(size * FORM_BITS[form_of(name) or UNQUANTISED_FORM] for name, size in shapes.items())
-        return int(bits / 8) + (0 if form_of("embed") or not table else _unquantised_table(spec))
+        own = 0 if form_of("embed") or not table else _unquantised_table(spec)
+        return int(bits / 8) + own + _projection_bytes(spec)
     packed = num_weights(spec) - (0 if spec.tie_embeddings else table)  # the head is packed, the embedding is not
-    return int(packed * _PACKED_BYTES[kept]) + table * _EMBED_BYTES
+    return int(packed * _PACKED_BYTES[kept]) + table * _EMBED_BYTES + _projection_bytes(spec)
+
+
+def _projection_bytes(spec: DecoderSpec) -> int:
+    """Of an assistant's projections, which are float32."""
+    return 3 * 4 * spec.hidden * spec.assists
 
 
 def process_bytes(backend: str, vocab_size: int) -> int:
@@ -121,6 +127,6 @@ def num_weights(spec: DecoderSpec) -> int:
 
 
 def _held(spec: DecoderSpec) -> Shapes:
-    """The tensors that are held in memory."""
-    elsewhere = (*_IN_FILE, "embed", "head") if spec.joins_states else _IN_FILE
+    """The tensors that are held in memory by a backend."""
+    elsewhere = (*_IN_FILE, *PROJECTIONS, *(("embed", "head") if spec.joins_states else ()))
     return {name: shape for name, shape in spec.tensor_shapes().items() if name not in elsewhere}

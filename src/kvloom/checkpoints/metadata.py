@@ -97,6 +97,7 @@ CONFIG_KEYS = {  # Hugging Face's names -> GGUF's, behind the architecture's nam
     "q_lora_rank": "attention.q_lora_rank",
     "num_kv_shared_layers": "attention.shared_kv_layers",
     "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "backbone_hidden_size": "embedding_length_out",
 }
 _HAS_WINDOW = ("gemma2", "gemma-embedding", "gpt-oss")  # also where the file does not say so
 _NONE_IF_ZERO = (  # where converters write 0 to say that the model has none
@@ -145,7 +146,7 @@ def config_keys(arch: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(kv_heads, list) and len(set(kv_heads) - {0}) == 1:  # 0 where a layer has no attention
         said |= {"recurrent_layers": [not count for count in kv_heads], "num_key_value_heads": max(kv_heads)}
     layers, guessing = said.get("num_hidden_layers"), said.get("num_nextn_predict_layers")
-    if isinstance(layers, int) and isinstance(guessing, int):
+    if isinstance(layers, int) and isinstance(guessing, int) and guessing < layers:  # all are an assistant's
         said["num_hidden_layers"] = layers - guessing  # the last ones guess further tokens
     return unsaid | {key: None if key in _NONE_IF_ZERO and value == 0 else value for key, value in said.items()}
 

@@ -13,6 +13,7 @@ _HARMLESS = re.compile(
     r"(.*\.)?(rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)|attn\.masked_bias|position_ids"
     r"|weight_shape|(input|output|activation|[qkv])_(global_)?(scale|zero_point))"  # buffers; notes, activations
     r"|(model\.)?mtp\..*|blk\.\d+\.nextn\..*"  # layers that guess further tokens
+    r"|masked_embedding\..*|masked_embd_(centroids|ordering)\..*"  # which logits of an assistant need not be computed
     r"|(model\.)?(vision_tower|vision_model|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio)\..*"
     r"|(bert\.|roberta\.|nomic_bert\.)?pooler\.dense\.(weight|bias)"  # of encoders, whose states are pooled otherwise
     r"|rope_(freqs|factors_long|factors_short)\.weight|dense_[23]\.weight"

@@ -254,6 +254,7 @@ class RankInfo(msgspec.Struct, array_like=True):
     num_window_blocks: int = 0  # blocks of layers with a window; 0 = these have all tokens in the blocks of all layers
     window_bytes: int = 0  # of kv_bytes, those of these blocks
     draft_bytes: tuple[int, int] = (0, 0)  # of the draft model: weights; of kv_bytes, those of its keys and values
+    reads_along: bool = False  # the draft model lacks little of a text when it is asked
 
     @property
     def block_bytes(self) -> tuple[int, int]:

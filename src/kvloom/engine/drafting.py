@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvloom.contract.config import MTP, EngineConfig
+from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import BY_MODEL, Batch, StepOutput
 from kvloom.engine.live import Live
 from kvloom.engine.schedule.by_model import FREE, Belief, ModelCost, Price
@@ -19,14 +19,15 @@ Guessing = Sequence[tuple[Seq, Guesser]]
 class Drafting:
     """Decides from what steps cost (`pace`), and from what a rank waits for where nothing runs ahead."""
 
-    def __init__(self, config: EngineConfig, pace: Pace, clock: Callable[[], float]) -> None:
+    def __init__(self, config: EngineConfig, pace: Pace, clock: Callable[[], float], reads_along: bool = False) -> None:
+        """`reads_along`: of RankInfo."""
         self._config, self._pace, self._clock = config, pace, clock
         self._turnaround = Turnaround()
         self._recent = Recent()
         self._model = Belief() if config.draft_model else None
         self._model_cost = ModelCost()
         self._turn = 0  # number of the sequence that learns what seldom pays
-        self._reads_along = config.draft_model == MTP  # so little of a text is lacking when it guesses
+        self._reads_along = reads_along
         self._room = 0  # tokens of texts that the draft model may read in the next step
         self._num_drafted: dict[int, int] = {}  # tokens that the last step drafted by model, by sequence
 

@@ -78,7 +78,7 @@ class Engine:
         self._under_way: deque[Plan] = deque()  # plans submitted and not collected, oldest first
         self._counts = Counts()
         self._pace = Pace(config.max_gap_s, config.step_timeout_s)
-        self._drafting = Drafting(config, self._pace, clock)
+        self._drafting = Drafting(config, self._pace, clock, executor.info.reads_along)
         self.reset()
 
     def reset(self) -> None:

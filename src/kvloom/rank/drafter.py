@@ -29,20 +29,24 @@ class Read:
     blocks: list[int]
     num_known: int  # tokens, from the first, whose keys and values it has
     num_whole: int  # blocks of these tokens that are marked as whole
+    windows: list[int]  # as long as blocks, if the model's layers with a window have blocks of their own
     text: list[int] = field(default_factory=list)  # of the step under way: known tokens, then the draft so far
     end: int = 0  # length that the text is to have
 
-    def give(self, first: int, blocks: Sequence[int], block_size: int) -> None:
-        """It has these blocks from number `first` on; what lay in others there is lost."""
+    def give(self, work: Work, block_size: int) -> None:
+        """It has the blocks of `work`; what lay in others there is lost."""
+        first = work.first_block
         if len(self.blocks) > first:
             self.num_known, self.num_whole = min(self.num_known, first * block_size), min(self.num_whole, first)
-        self.blocks[first:] = blocks
+        self.blocks[first:], self.windows[first:] = work.blocks, work.windows
 
 
 class Drafter:
     """Guesses greedily, for all sequences of a step together. Owned by the runner, which shows it each batch."""
 
-    wants_states = False  # of the model, of each token that it computes
+    wants_states = False  # of the model, see num_states
+    reads_along = False  # it is told as a part of RankInfo: little of a text is lacking when it guesses
+    goes_on = True  # a pass may follow from the one before, in the backend
 
     def __init__(self, backend: Backend, max_seq_len: int, vocab_size: int) -> None:
         """`max_seq_len`: tokens that it can attend to; `vocab_size`: of the model that checks its guesses."""
@@ -80,7 +84,7 @@ class Drafter:
                 self._seqs[work.id] = self._begin(work)
             elif work.blocks:
                 self._lose(work.blocks)
-                self._seqs[work.id].give(work.first_block, work.blocks, self._blocks.block_size)
+                self._seqs[work.id].give(work, self._blocks.block_size)
 
     def draft(self, works: Sequence[Work], text_of: TextOf, room: int, output: StepOutput) -> list[Work]:
         """The works, with a guess for each BY_MODEL of their drafts; fewer where a text would become too long, none
@@ -113,13 +117,17 @@ class Drafter:
 
     def settle(self, works: Sequence[Work], states: Floats, text_of: TextOf) -> None:
         """The step of `works` has ended: of what was read, what the sequences have got holds, and is found by later
-        ones. states [rows, hidden]: the model's, of all tokens of the step, if `wants_states`.
+        ones. states [rows, hidden]: the model's, as many of each work as num_states says.
         """
         for id in self._asked:
             seq = self._seqs[id]
             seq.num_known = min(seq.num_known, len(text_of(id)) - 1)
             self._mark(seq)
         self._asked = []
+
+    def num_states(self, work: Work) -> int:
+        """How many of a work's tokens, the last ones, it wants the model's states of, if it `wants_states`."""
+        return 0
 
     def _mark(self, seq: Read) -> None:
         """Blocks that are read whole are found by later sequences."""
@@ -139,7 +147,8 @@ class Drafter:
         self._lose(block for _, block in work.loads)
         flags = [self._is_whole[block] for block in work.blocks[:num_found]]
         num_whole = flags.index(False) if False in flags else num_found
-        return Read(list(work.blocks), num_whole * self._blocks.block_size, num_whole)
+        num_known = num_whole * self._blocks.block_size
+        return Read(list(work.blocks), num_known, num_whole, list(work.windows))
 
     def _ask(self, work: Work, known: Sequence[int]) -> int:
         """Returns where the draft begins in the sequence's text."""
@@ -170,7 +179,7 @@ class Drafter:
             states, choices = rows if self.wants_states else None, choices_of([None] * len(seqs))
             head = self._head = self._backend.step(self._inputs(reading), rows, [1] * len(seqs), states, choices)
             tokens = head.tokens if head.tokens.size else head.ids[:, 0]
-            self._going_on = seqs if is_single and head.tokens.size else []
+            self._going_on = seqs if self.goes_on and is_single and head.tokens.size else []
         for seq, count in reading:
             seq.num_known += count
         self._keep_states(seqs)

@@ -53,4 +53,5 @@ def info_of(backend: Backend, facts: ModelFacts, swap: SwapCache, drafter: Draft
         num_window_blocks=backend.num_window_blocks,
         window_bytes=sum(int(part.nbytes) for part in backend.window_parts),
         draft_bytes=drafts,
+        reads_along=drafter is not None and drafter.reads_along,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvloom.checkpoints import footprint
+from kvloom.checkpoints.assistant import assistant_of
 from kvloom.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.guess_head import open_guess_head
@@ -21,12 +22,14 @@ from kvloom.contract.errors import ModelError, OutOfMemory
 from kvloom.contract.messages import Progress, RankInfo
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.limits import available_bytes
+from kvloom.rank.assistant_drafter import AssistantDrafter, Projections
 from kvloom.rank.drafter import Drafter
 from kvloom.rank.facts import ModelFacts
 from kvloom.rank.grammar.guides import Guides
 from kvloom.rank.head_drafter import HeadDrafter
 from kvloom.rank.kernels.backend import Backend
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions, check_kernels
+from kvloom.rank.kernels.file_table import FileTable
 from kvloom.rank.kernels.kept import kept_weights
 from kvloom.rank.kernels.packed import Packed
 from kvloom.rank.machine import explain_oom
@@ -70,9 +73,13 @@ def open_files(config: EngineConfig) -> tuple[Checkpoint, int]:
     """The model's files, with those of its draft model if it has one, and the most tokens of a sequence. Raises
     ModelError.
     """
-    checkpoint = open_checkpoint(Path(config.model))
-    max_seq_len = min(checkpoint.spec.max_seq_len, config.max_seq_len or checkpoint.spec.max_seq_len)
-    checkpoint = replace(checkpoint, spec=checkpoint.spec.served(max_seq_len))
+    whole = open_checkpoint(Path(config.model))
+    if whole.spec.assists:
+        raise ModelError(
+            f"{config.model}: an assistant guesses for a Gemma 4 (draft_model), and answers nothing itself"
+        )
+    max_seq_len = min(whole.spec.max_seq_len, config.max_seq_len or whole.spec.max_seq_len)
+    checkpoint = replace(whole, spec=whole.spec.served(max_seq_len))
     if not config.draft_model:
         return checkpoint, max_seq_len
     if not checkpoint.spec.has_logits or checkpoint.spec.sees_ahead:
@@ -81,6 +88,9 @@ def open_files(config: EngineConfig) -> tuple[Checkpoint, int]:
         with naming(checkpoint.path, "draft_model: "):
             return replace(checkpoint, draft=open_guess_head(checkpoint)), max_seq_len
     draft = open_checkpoint(Path(config.draft_model))
+    if draft.spec.assists:
+        with naming(draft.path, "draft_model: "):
+            draft = assistant_of(whole, draft)
     if not draft.spec.has_logits or draft.spec.sees_ahead:
         raise ModelError(f"draft_model: {config.draft_model} generates no text")
     if draft.spec.state_floats:
@@ -107,26 +117,32 @@ def _open_drafter(config: EngineConfig, checkpoint: Checkpoint, backend: Backend
         beside = _open_beside(_draft_config(config), draft, backend)
     except ModelError as error:
         raise ModelError(f"draft_model: {config.draft_model}: {error}") from error
-    if draft.spec.joins_states:
-        return HeadDrafter(beside, draft.spec.max_seq_len, checkpoint.spec.vocab_size)
-    return Drafter(beside, draft.spec.max_seq_len, checkpoint.spec.vocab_size)
+    sizes = draft.spec.max_seq_len, checkpoint.spec.vocab_size
+    if draft.spec.assists:
+        table = FileTable(checkpoint.weights, "embed", checkpoint.spec.embed_scale)
+        return AssistantDrafter(beside, *sizes, Projections.of(draft.weights, table))
+    return HeadDrafter(beside, *sizes) if draft.spec.joins_states else Drafter(beside, *sizes)
 
 
 def _open_beside(config: EngineConfig, checkpoint: Checkpoint, backend: Backend) -> Backend:
     """A backend of the same kind, with blocks of the same numbers and sizes. Raises ModelError. A head that guesses
-    shares tables of `backend`, and is packed at each start: it is one layer.
+    shares tables of `backend`, and is packed at each start: it is one layer. An assistant reads the keys of `backend`.
     """
     spec, weights = checkpoint.spec, checkpoint.weights
+    num_window_blocks = backend.num_window_blocks if spec.assists else 0
     if backend.name == "cpu":
         formats = footprint.weight_format(config, spec, weights.form), footprint.kv_dtype(config, "cpu")
         lent = cast(CpuBackend, backend).lends if spec.joins_states else None
         packed = None if lent else _packed(config, checkpoint)
         options = CpuOptions(*formats, packed=packed, block_size=backend.block_size, num_states=0, lent=lent)
+        if spec.assists:
+            options = replace(options, keys_of=cast(CpuBackend, backend), num_window_blocks=num_window_blocks)
         return CpuBackend(spec, weights, backend.num_blocks, options)
     torch_backend = _torch_backend(_needs_torch(config))
     mesh = torch_backend.join_mesh(config, 0, "")
     options = torch_backend.options_of(config, backend.block_size, mesh, Pools(backend.num_blocks, 0))
-    options = replace(options, lender=backend if spec.joins_states else None)
+    lender = backend if spec.joins_states or spec.assists else None
+    options = replace(options, lender=lender, num_window_blocks=num_window_blocks)
     return cast(Backend, torch_backend.ReferenceBackend(spec, weights, backend.num_blocks, options))
 
 

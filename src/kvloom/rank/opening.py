@@ -7,8 +7,10 @@ import functools
 import logging
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from kvloom.checkpoints.finding import is_assistant
 from kvloom.contract.config import BACKENDS, MTP, EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Progress
@@ -48,8 +50,10 @@ def open_engine(
 
 
 def check_draft_model(config: EngineConfig, vocabulary: Callable[[], Tokenizer]) -> None:
-    """Raises ModelError if there is a draft model and its vocabulary is another one."""
-    if config.draft_model not in ("", MTP):
+    """Raises ModelError if there is a draft model and its vocabulary is another one. The files of an assistant need no
+    tokenizer.
+    """
+    if config.draft_model not in ("", MTP) and not is_assistant(Path(config.draft_model)):
         same = import_module("kvloom.engine.text.same_tokens")
         same.check_same_tokens(vocabulary(), model_tokenizer(config.draft_model), config.draft_model)
 

@@ -73,7 +73,7 @@ class _Rows:
     # sequence id, draft: one row for the last known token and one for each drafted token
     samples: list[tuple[int, list[int]]]
     chunks: list[tuple[int, int, list[int]]]  # sequence id, start, tokens whose log-probabilities are wanted
-    states: list[int]  # tokens whose states are pooled, sequence by sequence
+    states: list[int]  # tokens whose states are pooled, sequence by sequence; then those that a drafter wants
     pooled: list[tuple[int, range, int]]  # sequence id, positions that were computed, number of them
 
 
@@ -243,7 +243,8 @@ class ModelRunner:
             output.prompt_logprobs.append(PromptLogprobs(id, first, values))
             start += len(following)
         if self._drafter is not None:
-            self._drafter.settle(works, head.states, self._text_of)
+            num_pooled = sum(count for *_, count in wanted.pooled)
+            self._drafter.settle(works, head.states[num_pooled:], self._text_of)
         is_steady = (
             not self._wants_states
             and bool(tokens)
@@ -388,6 +389,9 @@ class ModelRunner:
                 prompt_rows += range(row, row + len(following))
             first_row += work.num_tokens
         wanted.rows.extend(prompt_rows)
-        if self._wants_states:
-            wanted.states.extend(range(first_row))
+        if self._drafter is not None and self._wants_states:
+            ends = np.cumsum([work.num_tokens for work in works]).tolist()
+            counts = map(self._drafter.num_states, works)
+            for end, count in zip(ends, counts, strict=True):
+                wanted.states.extend(range(end - count, end))
         return wanted

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from kvloom.contract.messages import BY_MODEL, Batch, StepOutput, Work
 from kvloom.rank.drafter import LEAST_ROOM
-from kvloom.rank.head_drafter import READ_TOKENS, HeadDrafter, States
+from kvloom.rank.head_drafter import READ_TOKENS, HeadDrafter
 from kvloom.rank.kernels.backend import Floats, Head, Ragged
+from kvloom.rank.state_drafter import States
 
 from .test_drafter import NUM_BLOCKS, SIZE, VOCAB, Counting
 

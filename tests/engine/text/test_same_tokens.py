@@ -1,6 +1,8 @@
 """Whether a draft model has the vocabulary of the model that it guesses for."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,3 +61,15 @@ def test_an_added_token_is_known_as_such(smollm2_path):
     assert found.is_added(0)
     assert not found.is_added(1000)
     check_draft_model(EngineConfig(model="m", draft_model=str(smollm2_path)), lambda: found)
+
+
+def test_the_vocabulary_of_an_assistant_is_compared_by_its_size_alone(tmp_path: Path):
+    """Its files need no tokenizer."""
+    config = {"architectures": ["Gemma4AssistantForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "model.safetensors").touch()
+
+    def vocabulary() -> ByteTokenizer:
+        raise AssertionError("nothing is compared")
+
+    check_draft_model(EngineConfig(model="m", draft_model=str(tmp_path)), vocabulary)

@@ -98,6 +98,7 @@ BARE |= {"num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4, "mo
 BARE |= {"shared_expert_intermediate_size": 32}
 RECURRENT = ("linear_attention", "conv")
 IN_OTHER_WORDS = ("FalconH1ForCausalLM", "NemotronHForCausalLM", "Mamba2ForCausalLM")  # see test_hybrids.py
+IN_OTHER_WORDS += ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")  # see test_assistants.py
 FOLDERS = [name for name in FAMILIES if name.endswith("ForCausalLM") and name not in IN_OTHER_WORDS]
 
 

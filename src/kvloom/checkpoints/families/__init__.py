@@ -11,7 +11,12 @@ from kvloom.checkpoints.families.known.ernie import ERNIE, ERNIE_MOE
 from kvloom.checkpoints.families.known.exaone import EXAONE4
 from kvloom.checkpoints.families.known.falcon_h1 import FALCON_H1, FALCON_H1_GGUF
 from kvloom.checkpoints.families.known.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
-from kvloom.checkpoints.families.known.gemma4 import GEMMA4, GEMMA4_UNIFIED
+from kvloom.checkpoints.families.known.gemma4 import (
+    GEMMA4,
+    GEMMA4_ASSISTANT,
+    GEMMA4_UNIFIED,
+    GEMMA4_UNIFIED_ASSISTANT,
+)
 from kvloom.checkpoints.families.known.glm import GLM, GLM4, GLM4_MOE
 from kvloom.checkpoints.families.known.glm_flash import GLM4_MOE_LITE
 from kvloom.checkpoints.families.known.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_GGUF, GRANITE_SHARED
@@ -65,6 +70,8 @@ FAMILIES: dict[str, Family] = {
     "Gemma4ForConditionalGeneration": GEMMA4,  # the same, and without its part for sound
     "Gemma4UnifiedForCausalLM": GEMMA4_UNIFIED,
     "Gemma4UnifiedForConditionalGeneration": GEMMA4_UNIFIED,  # the same
+    "Gemma4AssistantForCausalLM": GEMMA4_ASSISTANT,  # guesses for one of these, and answers nothing itself
+    "Gemma4UnifiedAssistantForCausalLM": GEMMA4_UNIFIED_ASSISTANT,  # the same
     "Phi3ForCausalLM": PHI3,
     "GraniteForCausalLM": GRANITE,
     "Olmo2ForCausalLM": OLMO2,
@@ -126,6 +133,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3": GEMMA3,
     "gemma-embedding": GEMMA_EMBEDDING,
     "gemma4": GEMMA4,
+    "gemma4-assistant": GEMMA4_ASSISTANT,
     "phi3": PHI3,
     "granite": GRANITE,
     "olmo2": OLMO2,

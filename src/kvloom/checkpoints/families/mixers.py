@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 Shapes = dict[str, tuple[int, ...]]
+UNKNOWN = -1  # as Attention.keys_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Attention:
     window: int | None = None  # tokens that a query attends to on each visible side, itself included; None = all
     is_gated: bool = False  # each channel of its output is multiplied by the sigmoid of a channel of `q_gate`
     own_value_dim: int | None = None  # of a value; None = head_dim
-    keys_of: int | None = None
+    keys_of: int | None = None  # of an assistant: the layer of the model that it assists, UNKNOWN before that is known
     values_are_keys: bool = False
 
     @property

@@ -10,6 +10,8 @@ from typing import Literal
 
 from kvloom.checkpoints.families.mixers import Attention, Keyed, LatentAttention, Mixer, Recurrent, Rope, Shapes
 
+PROJECTIONS = ("pre_projection", "post_projection")  # of an assistant, which no kernel reads
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -106,6 +108,8 @@ class DecoderSpec:
       layers.N. input_gate [size, hidden], input_out [hidden, size], input_post_norm [hidden], scalar [1]
     and of a head that guesses (joins_states):
       join [hidden, 2 hidden]   join_embed_norm, join_state_norm [hidden]
+    and of an assistant: PROJECTIONS
+      pre_projection [hidden, 2 assists]   post_projection [assists, hidden]
     """
 
     family: str
@@ -146,6 +150,10 @@ class DecoderSpec:
     # its first layer reads, of each token, join [join_embed_norm(embed), join_state_norm(state)]: the state behind the
     # last norm that another model has of the token before; embed and head are that model's
     joins_states: bool = False
+    # An assistant guesses for a model whose states have so many numbers (Gemma 4); 0 = it is none. Its first layer
+    # reads pre_projection [embed(token); state], both of that model, the state that of the token before. Its layers
+    # read that model's keys, all before the token. post_projection of its own normed state is the next such state.
+    assists: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -258,6 +266,9 @@ class DecoderSpec:
             channels = self.num_layers * inputs.size
             table = {"layer_embed": (inputs.num_tokens, channels), "layer_mix": (channels, self.hidden)}
             return {"norm": (self.hidden,), **table, "layer_mix_norm": (inputs.size,)}
+        if self.assists:
+            ends: Shapes = {"pre_projection": (self.hidden, 2 * self.assists)}
+            return {"norm": (self.hidden,), **ends, "post_projection": (self.assists, self.hidden)}
         if self.joins_states:
             norms = dict.fromkeys(("norm", "join_embed_norm", "join_state_norm"), (self.hidden,))
             return {**norms, "join": (self.hidden, 2 * self.hidden)}

@@ -33,7 +33,8 @@ class Ragged(NamedTuple):
     of tokens, for a model that has such; None = all 0. places [S]: where each sequence has its state, for a model whose
     layers keep one. It has zeros where a sequence begins, at position 0, whatever was there. windows, of block_table's
     shape: a window's blocks of a backend with such, -1 also behind the window. states [T, hidden]
-    float32: what a head that guesses gets with each token.
+    float32: what a head that guesses gets with each token; of an assistant, its first layer's input, ids are not read,
+    and pos is that of the token before, whose keys are the last that it reads: queries are turned to the one behind.
     """
 
     ids: Ints

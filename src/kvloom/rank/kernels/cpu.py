@@ -23,7 +23,7 @@ from kvloom.rank.kernels import build, cpu_abi
 from kvloom.rank.kernels.backend import Choices, Floats, Head, Ints, Ragged
 from kvloom.rank.kernels.cpu_abi import Batch, DrawRules, Instruction, Shape
 from kvloom.rank.kernels.cpu_cache import BlockShape, layers_of, lazy_zeros
-from kvloom.rank.kernels.layer_table import LayerTable
+from kvloom.rank.kernels.file_table import layer_table
 from kvloom.rank.kernels.packed import Packed
 from kvloom.rank.kernels.packer import Packer, widest_mlp
 from kvloom.rank.kernels.program import WEIGHT_FORMATS, Lent, Native
@@ -50,6 +50,7 @@ class CpuOptions:
     num_states: int = MAX_BATCH  # sequences that may have a state at once, if layers keep one
     num_window_blocks: int = 0  # of Backend
     lent: Lent | None = None  # the embeddings and the head that a head that guesses shares
+    keys_of: "CpuBackend | None" = None  # whose keys and values an assistant's layers read
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +103,17 @@ class CpuBackend:
         self.num_threads = lent.num_threads if lent else options.num_threads or len(os.sched_getaffinity(0))
         self.num_window_blocks = options.num_window_blocks
         self._block = BlockShape(spec, kv_dtype, self.block_size, self.num_window_blocks > 0)
+        self._memory = options.keys_of or self  # has the keys and values that steps read
         self._model = self._lib.kvl_new(ctypes.byref(self._shape()))
         if not self._model:
             raise OutOfMemory(f"no memory, or no {self.num_threads} threads (ulimit -u, pids.max), for the CPU backend")
         self.isa = self._use(options.isa)
         self.kv_layout = f"cpu-{kv_dtype}-k2-v2-{_SUMS}-{weight_format}-{build.sums_of(self.isa)}"
         ropes = self._add_ropes(min(spec.max_seq_len, num_blocks * self.block_size))
-        packer = Packer(
-            Native(self._lib, self._model, self.num_threads), spec, (ropes, self._block.at), weights, weight_format
-        )
+        native = Native(self._lib, self._model, self.num_threads)
+        packer = Packer(native, spec, (ropes, self._memory._block.at), weights, weight_format)
         packer.declare(lent)
-        self._table = LayerTable(spec, weights) if spec.layer_inputs else None
+        self._table = layer_table(spec, weights)
         layout = (weight_format, library.name, self.num_threads)
         pages = options.packed.find(layout, packer.num_bytes) if options.packed else None
         if pages is not None:
@@ -191,11 +192,11 @@ class CpuBackend:
         held = [np.ascontiguousarray(array) for array in (*inputs, rows, states)]
         assert all(array.dtype == np.int32 for array in held), "the inputs of a step are int32"
         layer_rows = np.empty(0, np.float32) if self._table is None else self._table.rows(ids)
-        if self.spec.joins_states:
+        if self.spec.joins_states or self.spec.assists:
             assert joined is not None, "each token comes with a state"
             layer_rows = np.ascontiguousarray(joined, np.float32)
         step = Batch(
-            self.kv.ctypes.data,
+            self._memory.kv.ctypes.data,
             *(array.ctypes.data for array in held[:-1]),
             len(batch.ids),
             len(batch.qstart) - 1,
@@ -217,7 +218,7 @@ class CpuBackend:
             self.spec.state_floats,
             None if places is None else places.ctypes.data,
             layer_rows.ctypes.data,
-            self.window_kv.ctypes.data if self.num_window_blocks else None,
+            self._memory.window_kv.ctypes.data if self.num_window_blocks else None,
             windows.ctypes.data,
         )
         return _Call(step, head, layer_rows, (own, wanted, held, types, choices, places), held[3], windows)
@@ -292,10 +293,10 @@ class CpuBackend:
         s = self.spec
         return Shape(
             s.hidden, widest_mlp(s), s.vocab_size, self.num_threads, KV_FORMATS[self.kv_dtype],
-            self.block_size // BLOCK_SIZE, self._block.block_bytes[0],
+            self.block_size // BLOCK_SIZE, self._memory._block.block_bytes[0],
             s.norm_eps, s.embed_scale, s.residual_scale, s.logit_scale,
             s.attention_scale, s.attention_softcap, s.logit_softcap, s.glu_limit, s.glu_alpha,
-            s.query_growth, s.growth_unit, s.sees_ahead, self._block.block_bytes[1],
+            s.query_growth, s.growth_unit, s.sees_ahead, self._memory._block.block_bytes[1],
         )  # fmt: skip
 
     def _use(self, asked: str | None) -> str:
@@ -312,7 +313,8 @@ class CpuBackend:
 
     def _add_ropes(self, positions: int) -> dict[Rope, int]:
         """Register the rotary tables. Returns their numbers in the library by layer; they live as long as the model."""
-        self._tables = {rope: rope_table(rope, positions) for rope in self.spec.ropes}
+        first = 1 if self.spec.assists else 0
+        self._tables = {rope: rope_table(rope, positions, first) for rope in self.spec.ropes}
         return {
             rope: int(self._lib.kvl_add_rope(self._model, table.ctypes.data, rope.dim))
             for rope, table in self._tables.items()

@@ -99,6 +99,8 @@ class Packer:
     def _declare_embedding(self) -> None:
         """Keep the embedding as in the file, or as a table."""
         spec = self._spec
+        if spec.assists:
+            return  # it gets its model's
         if self._weight_format != STORED or not self._weights.form("embed"):
             self.embed = np.empty(spec.tensor_shapes()["embed"], np.uint16)
         elif spec.tie_embeddings:

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvloom.checkpoints.families.mixers import Attention, LatentAttention, Recurrent, out_name
-from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.families.spec import PROJECTIONS, DecoderSpec
 from kvloom.checkpoints.lora import AdapterFile
 from kvloom.checkpoints.lora_tensors import pairs_of
 from kvloom.checkpoints.source import WeightSource
 from kvloom.contract.config import MAX_BATCH
 from kvloom.contract.messages import Progress
 from kvloom.rank.kernels.backend import Choices, Draw, Head, Ints, Ragged, most_likely
-from kvloom.rank.kernels.layer_table import TABLE, LayerTable
+from kvloom.rank.kernels.file_table import LAYER_INPUTS, layer_table
 from kvloom.rank.kernels.reference_cache import Context, KvCache
 from kvloom.rank.kernels.reference_latents import latent_key, latent_output, latent_queries
 from kvloom.rank.kernels.reference_math import attended, capped, gated, grown, mask_of, normed, rotate, routed, turns_of
@@ -45,7 +45,7 @@ class ReferenceOptions:
     mesh: Mesh = _ALONE
     num_states: int = MAX_BATCH  # sequences that may have a state at once, if layers keep one
     num_window_blocks: int = 0  # of Backend
-    lender: "ReferenceBackend | None" = None  # whose embeddings and head a head that guesses shares
+    lender: "ReferenceBackend | None" = None  # whose tables a head that guesses shares, whose keys an assistant reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +88,21 @@ class ReferenceBackend:
         total = sum(torch.Size(shape).numel() for shape in spec.tensor_shapes().values()) * dtype.itemsize
         self.weight_bytes = 0
         self._w: dict[str, Tensor] = {}
-        self._table = LayerTable(spec, weights) if spec.layer_inputs else None
+        self._table, lender = layer_table(spec, weights), options.lender
         for name in shards.names():
-            if options.lender is not None and name in ("embed", "head"):
-                self._w[name] = options.lender._w[name]
-            if name == TABLE or name in self._w:
+            if lender is not None and spec.joins_states and name in ("embed", "head"):
+                self._w[name] = lender._w[name]
+            if name in self._w or name in (LAYER_INPUTS, *PROJECTIONS):
                 continue
             self._w[name] = torch.from_numpy(shards.float32(name)).to(device, dtype)
             self.weight_bytes += self._w[name].nbytes
             if progress:
                 progress(self.weight_bytes, total)
         self._head = self._w.get("embed" if spec.tie_embeddings else "head", torch.empty(0))
-        self._device, self._kv = (
-            torch.device(device),
-            KvCache(spec, (num_blocks, block_size), options.kv_dtype or dtype, device, options.num_window_blocks),
-        )
-        self.num_window_blocks = options.num_window_blocks
+        rows, kept = (num_blocks, block_size), options.kv_dtype or dtype
+        self._device, self._kv = torch.device(device), KvCache(spec, rows, kept, device, options.num_window_blocks)
+        self._cache = lender._kv if lender is not None and spec.assists else self._kv  # that steps read
+        self.num_window_blocks, self._dtype = options.num_window_blocks, dtype
         self.kv_bytes = sum(part.nbytes for part in (*self.kv_parts, *self.window_parts))
         self.num_states = options.num_states if spec.state_floats else 0
         self.state_bytes = spec.state_floats * torch.float32.itemsize
@@ -111,7 +110,6 @@ class ReferenceBackend:
         self.sequence_states = self._memory.view(torch.uint8)
         sizes = [mixer.state_floats for _, mixer in spec.recurrent]
         self._state_at = {layer: sum(sizes[:index]) for index, (layer, _) in enumerate(spec.recurrent)}
-        self._dtype = dtype
         self._adapters: dict[int, dict[str, _Pair]] = {}
         self._adapter: Mapping[str, _Pair] = {}  # adapter of the sequence that is computed
         self.held_as = f"in {str(dtype).removeprefix('torch.')}"
@@ -132,8 +130,8 @@ class ReferenceBackend:
             self._adapter = self._adapters[adapters[seq]] if adapters and adapters[seq] else {}
             types = None if batch.types is None else torch.from_numpy(batch.types[start:end]).to(device, torch.int64)
             state = self._state_of(batch, seq)
-            x = self._embedded(ids[start:end], pos[start:end], types)
-            x = x if batch.states is None else self._joined(x, torch.from_numpy(batch.states[start:end]))
+            shown = None if batch.states is None else torch.from_numpy(batch.states[start:end]).to(device, self._dtype)
+            x = self._embedded(ids[start:end], pos[start:end], types, shown)
             inputs = self._layer_inputs(batch.ids[start:end], x)
             hidden = self._forward(x, inputs, (pos[start:end], *(table[seq] for table in tables)), state)
             for index, row in enumerate(wanted):
@@ -211,18 +209,20 @@ class ReferenceBackend:
         """See kernels/backend.py."""
         self._adapters.pop(id, None)
 
-    def _embedded(self, ids: Tensor, pos: Tensor, types: Tensor | None) -> Tensor:
-        """ids, pos, types [T] (types None = all 0) -> input of the first layer [T, hidden]."""
+    def _embedded(self, ids: Tensor, pos: Tensor, types: Tensor | None, given: Tensor | None) -> Tensor:
+        """ids, pos, types [T] (types None = all 0), what is given of each -> input of the first layer [T, hidden]."""
+        if self.spec.assists and given is not None:
+            return given
         x, encoder = self._w["embed"][ids] * self.spec.embed_scale, self.spec.encoder
         if encoder is None:
-            return x
+            return x if given is None else self._joined(x, given)
         x = x + self._w["types"][torch.zeros_like(pos) if types is None else types]
         x = x + self._w["positions"][pos + encoder.first_position] if encoder.num_positions else x
         return self._norm(x, "embed_norm")
 
     def _joined(self, x: Tensor, states: Tensor) -> Tensor:
         """Embeddings and states [T, hidden] -> input of the first layer of a head that guesses."""
-        pair = self._norm(x, "join_embed_norm"), self._norm(states.to(x.device, x.dtype), "join_state_norm")
+        pair = self._norm(x, "join_embed_norm"), self._norm(states, "join_state_norm")
         return F.linear(torch.cat(pair, -1), self._w["join"])
 
     def _layer_inputs(self, ids: Ints, x: Tensor) -> Tensor:
@@ -239,14 +239,14 @@ class ReferenceBackend:
         """
         spec, (pos, blocks, windows) = self.spec, places
         keys = torch.arange(int(pos[-1]) + 1, device=pos.device)
-        turns = {rope: turns_of(rope, pos, self._dtype) for rope in spec.ropes}
+        turns = {rope: turns_of(rope, pos + 1 if spec.assists else pos, self._dtype) for rope in spec.ropes}
         masks = {
             window: mask_of(keys, pos, window, spec.sees_ahead)
             for window in {mixer.window for _, mixer in spec.attention}
         }
         if pos[0] == 0:
             state.zero_()
-        context = Context(turns, pos, self._kv.slots(blocks, windows, pos), masks, state)
+        context = Context(turns, pos, self._cache.slots(blocks, windows, pos), masks, state)
         for layer, own in enumerate(spec.layers):
             at = f"layers.{layer}."
             if own.mixer is not None:
@@ -300,11 +300,11 @@ class ReferenceBackend:
         q = self._heads(own, at + "q", self._linear(x, at + "q"), context)
         q = grown(self.spec, q, context.pos)
         read = layer if own.keys_of is None else own.keys_of
-        slots = context.slots[read in self._kv.windowed]
+        slots = context.slots[read in self._cache.windowed]
         if own.keys_of is None:
             self._kv.write(layer, self._keys_and_values(layer, x, context), slots[context.pos])
         sinks, rules = self._w.get(at + "sinks"), (self.spec.attention_scale, self.spec.attention_softcap)
-        cached = self._kv.read(read, slots, x.dtype)
+        cached = self._cache.read(read, slots, x.dtype)
         out = attended(q, cached, context.masks[own.window], sinks, rules).flatten(1)
         if own.is_gated:
             out = out * self._linear(x, at + "q_gate").sigmoid()

@@ -10,7 +10,7 @@ from typing import Any, cast
 from kvloom.checkpoints.demo_models import MODELS, find_model, pull, pulled
 from kvloom.checkpoints.embedding.prompts import message_form, prompts_of
 from kvloom.checkpoints.files import read_object
-from kvloom.checkpoints.finding import find_weights
+from kvloom.checkpoints.finding import find_weights, is_assistant
 from kvloom.contract.config import MTP, EngineConfig
 from kvloom.contract.errors import ModelError
 from kvloom.images.files import is_pipeline
@@ -128,7 +128,8 @@ def check_files(path: Path) -> None:
     if path.is_dir() and not any(path.glob("*.safetensors")):
         raise ModelError(f"{path} holds no model: neither .safetensors nor .gguf files are in it")
     for name in ("config.json", "tokenizer.json"):
-        if path.is_dir() and not (path / name).is_file():
+        is_spared = name == "tokenizer.json" and path.is_dir() and is_assistant(path)
+        if path.is_dir() and not (path / name).is_file() and not is_spared:
             raise ModelError(f"{path} holds no {name}, which a model needs beside its weights")
 
 

@@ -1,5 +1,6 @@
-"""Gemma 4 (text): layers without a window have heads of other sizes, and may take their values from their keys; the
-last layers may read the keys of earlier ones; layers may have inputs of their own, and experts beside their MLP.
+"""Gemma 4 (text) and its assistants: layers without a window have heads of other sizes, and may take their values from
+their keys; the last layers may read the keys of earlier ones; layers may have inputs of their own, and experts beside
+their MLP.
 """
 
 import math
@@ -11,15 +12,17 @@ from kvloom.checkpoints.families.expert_layers import Mixture
 from kvloom.checkpoints.families.family import Family
 from kvloom.checkpoints.families.known.gemma import logit_softcap
 from kvloom.checkpoints.families.known.gemma4_config import DEFAULTS, LAYER_NAMES, UNIFIED, plain_config
-from kvloom.checkpoints.families.mixers import Attention
+from kvloom.checkpoints.families.mixers import UNKNOWN, Attention
 from kvloom.checkpoints.families.shared_keys import sharing_layers
-from kvloom.checkpoints.families.spec import DecoderSpec, Layer, LayerInputs
+from kvloom.checkpoints.families.spec import PROJECTIONS, DecoderSpec, Layer, LayerInputs
 from kvloom.checkpoints.families.values import count, flag, natural
 from kvloom.contract.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
 class _Gemma4(Family):
+    is_assistant: bool = False  # see DecoderSpec.assists
+
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
         """See Family."""
         config = plain_config({**self.defaults, **config})
@@ -29,15 +32,22 @@ class _Gemma4(Family):
             raise ModelError(f"gemma4 with layers' inputs for {inputs.num_tokens} of {spec.vocab_size} tokens")
         wide = 2 * spec.intermediate if flag(config, "use_double_wide_mlp") else None
         takes_keys = flag(config, "attention_k_eq_v")
+        layers = spec.layers if self.is_assistant else sharing_layers(spec.layers, config)
+        if self.is_assistant and (inputs or spec.experts or wide):
+            raise ModelError("gemma4: an assistant has neither experts, nor layers' inputs, nor MLPs of two widths")
 
         def finished(layer: Layer) -> Layer:
             own = layer.mixer
             assert isinstance(own, Attention), "there are no other layers"
             mixer = replace(own, values_are_keys=takes_keys and own.window is None)
+            if self.is_assistant:
+                return replace(layer, mixer=replace(mixer, keys_of=UNKNOWN))
             return replace(layer, mixer=mixer, intermediate=None if own.keys_of is None else wide)
 
-        layers = tuple(map(finished, sharing_layers(spec.layers, config)))
-        return replace(spec, layers=layers, layer_inputs=inputs)
+        spec = replace(spec, layers=tuple(map(finished, layers)), layer_inputs=inputs)
+        if not self.is_assistant:
+            return spec
+        return replace(spec, assists=count(config, "backbone_hidden_size"), logit_softcap=0.0)
 
 
 GEMMA4 = _Gemma4(
@@ -57,3 +67,13 @@ GEMMA4 = _Gemma4(
     },
 )
 GEMMA4_UNIFIED = replace(GEMMA4, defaults=DEFAULTS | UNIFIED)  # of another configuration class
+GEMMA4_ASSISTANT = replace(
+    GEMMA4,
+    is_assistant=True,
+    names=LAYER_NAMES | {name: f"{name}.weight" for name in PROJECTIONS},
+    gguf_names={name: f"nextn.{name}.weight" for name in PROJECTIONS},
+    defaults=DEFAULTS | {"backbone_hidden_size": 1536},
+)
+GEMMA4_UNIFIED_ASSISTANT = replace(
+    GEMMA4_ASSISTANT, defaults=DEFAULTS | UNIFIED | {"backbone_hidden_size": 3840}
+)  # the same

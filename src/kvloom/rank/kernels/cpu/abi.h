@@ -200,7 +200,7 @@ typedef struct {
     int64_t state_floats;
     const int32_t *places;     /* [num_seqs] where each sequence has its own; zeros count where its position is 0 */
     const float *layer_rows;   /* [num_tokens][channels of KVL_TO_INPUTS] rows of the tokens for KVL_LAYER_INPUTS; or, for
-                                  KVL_JOIN, [num_tokens][hidden] */
+                                  KVL_JOIN or in place of embeddings, [num_tokens][hidden] */
     uint8_t *window_kv;        /* as kv and block_table, a window's blocks; null = no layer has its keys there */
     const int32_t *windows;
 } kvl_batch;

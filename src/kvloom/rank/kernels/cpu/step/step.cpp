@@ -120,11 +120,11 @@ void Step::execute(const kvl_instruction& instruction, int thread) {
 void Step::embed(int64_t token) {
     const int64_t hidden = shape_.hidden;
     float* const to = scratch_.residual.row(token);
+    if (model_.embed == nullptr && model_.embed_linear < 0) return void(std::copy_n(batch_.layer_rows + token * hidden, hidden, to));
     if (model_.embed == nullptr) {
         read_row(model_.linears[size_t(model_.embed_linear)], batch_.ids[token], to);
     } else {
-        const uint16_t* from = model_.embed + int64_t(batch_.ids[token]) * hidden;
-        for (int64_t k = 0; k < hidden; k++) to[k] = bf16_to_float(from[k]);
+        for (int64_t k = 0; k < hidden; k++) to[k] = bf16_to_float(model_.embed[batch_.ids[token] * hidden + k]);
     }
     for (int64_t k = 0; k < hidden; k++) to[k] *= shape_.embed_scale;
 }

@@ -1,6 +1,6 @@
-"""LayerTable: the table of the layers' own inputs, which stays in its file.
+"""FileTable: a table that stays in its file, of which a step reads the rows of its tokens.
 
-It has more numbers than all other tensors of a small model; a step reads the rows of its tokens.
+That of Gemma 4's layers' own inputs has more numbers than all other tensors of a small model.
 """
 
 from dataclasses import replace
@@ -12,24 +12,23 @@ from kvloom.checkpoints.source import CheckedTensor, RawTensor, WeightSource
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels.backend import Floats, Ints
 
-TABLE = "layer_embed"
+LAYER_INPUTS = "layer_embed"
 _ROWS = 8  # decoded at once: their numbers stay in the second-level cache
 
 
-class LayerTable:
-    """Rows [layers * size] of tokens, times sqrt(size)."""
+class FileTable:
+    """Rows of tokens, times `scale`."""
 
-    def __init__(self, spec: DecoderSpec, weights: WeightSource) -> None:
+    def __init__(self, weights: WeightSource, name: str, scale: float) -> None:
         """Raises ModelError for a table whose rows do not lie apart in the file."""
-        assert spec.layer_inputs is not None, "layers have inputs"
-        tensor = weights.tensor(TABLE)
+        tensor = weights.tensor(name)
         raw = tensor.unchecked if isinstance(tensor, CheckedTensor) else tensor
         if not isinstance(raw, RawTensor):
-            raise ModelError(f"{spec.family}: a table of the layers' inputs in the form {raw.form} is not supported")
-        self._raw, self._scale = raw, np.float32(spec.layer_inputs.size**0.5)
+            raise ModelError(f"tensor {name}: a table that stays in its file in the form {raw.form} is not supported")
+        self._raw, self._scale = raw, np.float32(scale)
 
     def rows(self, ids: Ints) -> Floats:
-        """float32 [tokens, layers * size]. Raises ModelError for a value that is no finite number."""
+        """float32 [tokens, numbers of a row]. Raises ModelError for a value that is no finite number."""
         found = np.empty((len(ids), self._raw.shape[1]), np.float32)
         for at in range(0, len(ids), _ROWS):
             data = self._raw.data[ids[at : at + _ROWS]]
@@ -38,3 +37,8 @@ class LayerTable:
         if not np.isfinite(found).all():
             raise ModelError(f"tensor {self._raw.name}: a weight is no finite number")
         return found
+
+
+def layer_table(spec: DecoderSpec, weights: WeightSource) -> FileTable | None:
+    """The layers' own inputs, [layers * size] of a token; None without such. Raises ModelError."""
+    return FileTable(weights, LAYER_INPUTS, spec.layer_inputs.size**0.5) if spec.layer_inputs else None
