@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -113,6 +113,11 @@ ARRIVALS = st.lists(
             "run_ahead": st.booleans(),
         }
     ),
+)
+@example(  # a sequence that was preempted begins again with a part of a block that it left
+    [Arrival(0.0, 3, 4), Arrival(0.0, 27, 4), Arrival(0.0, 28, 13)],
+    16,
+    {"prefill_policy": 0, "is_continuous": True, "fair_token_s": 0.0, "run_ahead": False},
 )
 def test_every_request_ends_when_it_does_in_the_engine(trace, num_blocks, options):
     policy = options["prefill_policy"]

@@ -15,6 +15,7 @@ from kvloom.engine.schedule.pace import Pace
 from kvloom.engine.schedule.policies import MAX_SLO_S, Turns, policy_of
 from kvloom.engine.schedule.scheduler import Circumstances, plan_step
 from kvloom.engine.schedule.seq import Plan, Seq, Status
+from kvloom.engine.schedule.snapshots import Snapshots
 from kvloom.engine.schedule.swap import SwapCosts
 from kvloom.tuning.steptime import StepTimes
 
@@ -80,7 +81,8 @@ class Machine:
         self.max_output = config.max_iter_times
         self._times = times
         self._limits: Limits = config.limits(self.block_size)
-        self._pool = BlockPool(self.num_blocks, config.enable_prefix_cache, config.num_host_blocks or 0)
+        snapshots = Snapshots(0, 0, self.block_size)  # no layer has a state; sequences leave parts of blocks
+        self._pool = BlockPool(self.num_blocks, config.enable_prefix_cache, config.num_host_blocks or 0, snapshots)
         self._policy = policy_of(config.prefill_policy, config.decode_policy)
         self._turns = Turns(config.fair_token_s)
         self._most_under_way = max_submitted(config)
