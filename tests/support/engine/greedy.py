@@ -8,16 +8,22 @@ from kvloom.engine.engine import Engine
 from tests.support.engine.engines import run_all, tokens_of
 
 LENGTHS = (3, 40, 90)
-LENGTH = 100  # tokens of each prompt with its answer
+LENGTH = 100  # most tokens of a prompt with its answer
+MOST = 40  # of an answer, which crosses the ends of two blocks
 
 
 def prompt(length: int) -> tuple[int, ...]:
     return tuple((7 * i + length) % 128 for i in range(length))
 
 
+def num_answered(length: int) -> int:
+    """Tokens of the answer to a prompt of that length."""
+    return min(MOST, LENGTH - length)
+
+
 def requests(lengths: Sequence[int] = LENGTHS) -> list[Request]:
     return [
-        Request(f"{n}", prompt(n), SamplingParams(temperature=0, max_tokens=LENGTH - n, ignore_eos=True))
+        Request(f"{n}", prompt(n), SamplingParams(temperature=0, max_tokens=num_answered(n), ignore_eos=True))
         for n in lengths
     ]
 
