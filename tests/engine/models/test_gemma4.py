@@ -3,6 +3,7 @@
 Answers are those of transformers, and the same whatever the schedule and wherever keys and values have been.
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,13 @@ def opened(folder: Path, kind: dict[str, str], **fields: object) -> ModelRunner:
     return open_runner(EngineConfig(model=str(folder), **kind, **sizes), [], lambda done, total: None)
 
 
+drawn = partial(answers, is_drawn=True)
+
+
 @pytest.fixture(scope="module")
 def alone(folder, kind) -> list[list[int]]:
     """The answers, each computed alone with its prompt in one step."""
-    return [answers(engine_over(opened(folder, kind)), [length])[0] for length in LENGTHS]
+    return [drawn(engine_over(opened(folder, kind)), [length])[0] for length in LENGTHS]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,14 +118,14 @@ def test_sizes_of_layers_in_a_gguf_file_are_known_without_its_tensors(name, tmp_
 def test_the_schedule_changes_no_answer(folder, alone, kind, fields):
     if kind["backend"] == "reference" and "max_tokens_per_step" in fields:
         pytest.skip("torch's products may differ in the last bits")
-    assert answers(engine_over(opened(folder, kind), **fields)) == alone
+    assert drawn(engine_over(opened(folder, kind), **fields)) == alone
 
 
 @pytest.mark.usefixtures("swaps_always")
 @pytest.mark.parametrize("num_host_blocks", [0, 20])
 def test_a_sequence_that_was_preempted_goes_on_alike(folder, alone, kind, num_host_blocks):
     engine = engine_over(opened(folder, kind, num_blocks=11, num_host_blocks=num_host_blocks))
-    assert answers(engine) == alone
+    assert drawn(engine) == alone
     stats = engine.stats()
     assert stats.total_preemptions > 0
     assert (stats.total_swapped > 0) == (num_host_blocks > 0)
@@ -129,7 +133,7 @@ def test_a_sequence_that_was_preempted_goes_on_alike(folder, alone, kind, num_ho
 
 def test_a_prompt_that_was_seen_before_is_read_from_the_cache(folder, alone, kind):
     engine = engine_over(opened(folder, kind, block_size=32))
-    assert answers(engine) == answers(engine) == alone
+    assert drawn(engine) == drawn(engine) == alone
     assert engine.stats().total_cached_tokens > 0
 
 
@@ -137,12 +141,12 @@ def test_a_prompt_that_was_seen_before_is_read_from_the_cache(folder, alone, kin
 def test_blocks_of_the_pool_are_those_that_were_computed(tmp_path, kv_dtype):
     path = save(tiny_model(NAMES[0]), tmp_path)
     kind = {"backend": "cpu", "kv_dtype": kv_dtype}
-    want = answers(engine_over(opened(path, kind)))
+    want = drawn(engine_over(opened(path, kind)))
     with running_agent(pool_bytes=32 << 20) as agent:
         tier = TierConfig("kvloom.rank.tier.ems:open_tier", 5.0, {"socket": str(agent.config.socket)}, True)
         config = EngineConfig(model=str(path), num_blocks=40, max_seq_len=110, kv_tier=tier, **kind)
         for is_warm in (False, True):
             with executor_of(config) as executor:
                 engine = Engine(config, executor, ByteTokenizer())
-                assert answers(engine) == want
+                assert drawn(engine) == want
                 assert (engine.stats().total_tier_loaded_blocks > 0) == is_warm

@@ -44,12 +44,14 @@ def opened(folder: Path, backend: str, num_blocks: int, **fields: object) -> Mod
 
 
 def requests(lengths: Sequence[int], most: int) -> list[Request]:
-    """Prompts of several chunks and short ones, that grow by `most` tokens."""
+    """Prompts of several chunks and short ones, that grow by `most` drawn tokens: the likeliest one of a tiny Gemma is
+    always the one before.
+    """
     return [
         Request(
             f"{n}",
             tuple((7 * i + n) % 128 for i in range(n)),
-            SamplingParams(temperature=0, max_tokens=most),
+            SamplingParams(temperature=1.0, seed=n, max_tokens=most, ignore_eos=True),
         )
         for n in lengths
     ]

@@ -1,6 +1,7 @@
 """Greedy answers to prompts of several lengths, which tests of a family compare over all schedules."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvloom.contract.request import Request
 from kvloom.contract.sampling import SamplingParams
@@ -28,8 +29,13 @@ def requests(lengths: Sequence[int] = LENGTHS) -> list[Request]:
     ]
 
 
-def answers(engine: Engine, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
-    """The tokens of each, all asked for at once."""
+def answers(engine: Engine, lengths: Sequence[int] = LENGTHS, is_drawn: bool = False) -> list[list[int]]:
+    """The tokens of each, all asked for at once.
+
+    is_drawn: by a seed, for models whose likeliest token is always the one before.
+    """
     asked = requests(lengths)
+    if is_drawn:
+        asked = [replace(each, params=replace(each.params, temperature=1.0, seed=7)) for each in asked]
     found = run_all(engine, *asked)
     return [tokens_of(found[request.id]) for request in asked]
