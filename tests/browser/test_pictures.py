@@ -15,7 +15,7 @@ FAKE = ("--backend", "fake", "--served-model-name", "mock")
 
 @pytest.fixture(scope="module")
 def running(tiny_pipeline: Path) -> Iterator[ServeProcess]:
-    with serve(*FAKE, "--image-model", f"sd={tiny_pipeline}", limit_s=120) as process:
+    with serve(*FAKE, "--image-model", f"sd={tiny_pipeline}") as process:
         yield process
 
 

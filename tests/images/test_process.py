@@ -17,10 +17,10 @@ from kvloom.images.messages import Cancel, Ended, Paint, Picture, PipelineInfo, 
 from kvloom.processes.channel import Channel
 from kvloom.server.serving.pictures.card import PictureCard, Wanted
 from kvloom.server.serving.pictures.service import MAX_WAITING, PictureService
+from tests.support.waiting import WAIT_S
 
 pytestmark = pytest.mark.skipif(find_spec("diffusers") is None, reason="needs diffusers: pip install 'kvloom[images]'")
 INFO = PipelineInfo("StableDiffusionPipeline", 64, 64, 8, 4, 77)
-LIMIT_S = 120.0
 
 
 @dataclass
@@ -39,7 +39,7 @@ class SlowPipeline:
 
     def paint(self, paint: Paint, number: int, on_step: Callable[..., None], on_picture: Callable[..., None]) -> None:
         for step in range(paint.steps):
-            assert self.allowed.acquire(timeout=LIMIT_S)
+            assert self.allowed.acquire(timeout=WAIT_S)
             self.steps.append((paint.id, step + 1))
             on_step(number, step + 1, paint.steps)
         on_picture(number, b"picture", None)
@@ -60,13 +60,13 @@ def channel(pipeline: SlowPipeline) -> Iterator[Channel]:
     thread.start()
     channel = Channel(ours, Ready[PipelineInfo] | Failed)
     channel.send(Setup("/nowhere"))
-    assert channel.receive(LIMIT_S) == Ready(INFO)
+    assert channel.receive(WAIT_S) == Ready(INFO)
     channel.expect(Report)
     yield channel
     channel.close()
     for _ in range(100):
         pipeline.allowed.release()
-    thread.join(LIMIT_S)
+    thread.join(WAIT_S)
     assert not thread.is_alive()
 
 
@@ -87,7 +87,7 @@ def test_the_reports_of_an_order(channel: Channel, pipeline: SlowPipeline):
     channel.send(order(7, steps=2, seeds=[1, 2]))
     for _ in range(4):
         pipeline.allowed.release()
-    reports = [channel.receive(LIMIT_S) for _ in range(7)]
+    reports = [channel.receive(WAIT_S) for _ in range(7)]
     assert reports == [
         Progress(7, 0, 1, 2), Progress(7, 0, 2, 2), Picture(7, 0, b"picture", None, 5),
         Progress(7, 1, 1, 2), Progress(7, 1, 2, 2), Picture(7, 1, b"picture", None, 5), Ended(7, 5),
@@ -97,14 +97,14 @@ def test_the_reports_of_an_order(channel: Channel, pipeline: SlowPipeline):
 def test_a_cancel_ends_the_order_within_the_step_that_runs(channel: Channel, pipeline: SlowPipeline):
     channel.send(order(1, steps=100))
     pipeline.allowed.release()
-    assert channel.receive(LIMIT_S) == Progress(1, 0, 1, 100)
+    assert channel.receive(WAIT_S) == Progress(1, 0, 1, 100)
     channel.send(Cancel(1))
     channel.send(order(2, steps=1))
     for _ in range(2):  # one for the running step, one for the other order
         pipeline.allowed.release()
-    reports = [channel.receive(LIMIT_S)]
+    reports = [channel.receive(WAIT_S)]
     while reports[-1] != Ended(2, 5):
-        reports.append(channel.receive(LIMIT_S))
+        reports.append(channel.receive(WAIT_S))
     assert Ended(1, error="cancelled") in reports
     assert len([step for id, step in pipeline.steps if id == 1]) <= 2
     assert [step for id, step in pipeline.steps if id == 2] == [1]
@@ -116,7 +116,7 @@ def test_an_order_that_is_cancelled_while_it_waits_is_never_painted(channel: Cha
         channel.send(message)
     for _ in range(2):
         pipeline.allowed.release()
-    while channel.receive(LIMIT_S) != Ended(3, 5):
+    while channel.receive(WAIT_S) != Ended(3, 5):
         pass
     assert [id for id, _ in pipeline.steps] == [1, 3]
 
@@ -124,14 +124,14 @@ def test_an_order_that_is_cancelled_while_it_waits_is_never_painted(channel: Cha
 def test_a_refusal_and_a_failure_leave_the_process_up(channel: Channel, pipeline: SlowPipeline):
     pipeline.problem = BadRequest("prompt", "is too long")
     channel.send(order(1))
-    assert channel.receive(LIMIT_S) == Ended(1, error="is too long", field="prompt")
+    assert channel.receive(WAIT_S) == Ended(1, error="is too long", field="prompt")
     pipeline.problem = ValueError("no")
     channel.send(order(2))
-    assert channel.receive(LIMIT_S) == Ended(2, error="the pipeline failed: ValueError: no")
+    assert channel.receive(WAIT_S) == Ended(2, error="the pipeline failed: ValueError: no")
     pipeline.problem = None
     channel.send(order(3, steps=1))
     pipeline.allowed.release()
-    assert [channel.receive(LIMIT_S) for _ in range(3)][-1] == Ended(3, 5)
+    assert [channel.receive(WAIT_S) for _ in range(3)][-1] == Ended(3, 5)
 
 
 # -- the service
@@ -270,7 +270,7 @@ def test_a_painter_sends_signs_of_life_from_its_start_on():
     thread = threading.Thread(target=line.send_signs)
     thread.start()
     channel = Channel(ours, Sent)
-    assert channel.receive(LIMIT_S) == Pong()
+    assert channel.receive(WAIT_S) == Pong()
     channel.close()
     thread.join()
     line.close()

@@ -23,31 +23,30 @@ from kvloom.server.serving.pictures.service import PictureService
 from tests.images.test_process import FakePainter
 from tests.support.lazily import lazily
 from tests.support.processes import ServeProcess, serve
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.skipif(find_spec("diffusers") is None, reason="needs diffusers: pip install 'kvloom[images]'")
 pictures = pytest.importorskip("PIL.Image")
 openai = lazily("openai")
-LIMIT_S = 120.0
 LONG = {"prompt": "a cat", "num_inference_steps": 200, "n": 10}
 
 
 @pytest.fixture(scope="module")
 def running(tiny_pipeline: Path) -> Iterator[ServeProcess]:
     arguments = ("--backend", "fake", "--served-model-name", "mock", "--image-model", f"sd={tiny_pipeline}")
-    with serve(*arguments, limit_s=LIMIT_S) as process:
+    with serve(*arguments) as process:
         yield process
 
 
 @pytest.fixture(scope="module")
 def http(running: ServeProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running.url, timeout=LIMIT_S) as client:
+    with httpx.Client(base_url=running.url, timeout=WAIT_S) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def client(running: ServeProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S) as client:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
         yield client
 
 
@@ -232,7 +231,7 @@ def test_a_killed_process_is_told_and_started_again(running: ServeProcess, http:
     refused = paint(http)
     if refused.status_code != 200:  # unless the process has already restarted
         assert (refused.status_code, refused.headers["Retry-After"]) == (503, "2")
-    until(lambda: http.get("/readyz").status_code == 200, LIMIT_S)
+    until(lambda: http.get("/readyz").status_code == 200)
     assert paint(http).status_code == 200
     assert painter_pid(running) != pid
     assert figure(http, "image_model_restarts_total") == 1
