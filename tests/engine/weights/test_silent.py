@@ -9,7 +9,7 @@ import transformers
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.families import FAMILIES, family_of
-from kvloom.checkpoints.families.mixers import LatentAttention, Mamba2, ShortConv
+from kvloom.checkpoints.families.mixers import KimiDelta, LatentAttention, Mamba2, ShortConv
 from kvloom.checkpoints.gguf import config_of
 from kvloom.checkpoints.metadata import Header, TensorInfo, config_keys
 from kvloom.contract.errors import ModelError
@@ -125,12 +125,18 @@ def test_a_folder_that_says_only_its_sizes_is_what_transformers_makes_of_it(name
             assert (mixer.conv_width, mixer.has_conv_bias) == (theirs.mamba_d_conv, theirs.mamba_conv_bias)
             assert (mixer.least_step, mixer.most_step) == theirs.time_step_limit
             continue
+        if isinstance(mixer, KimiDelta):
+            assert (mixer.num_heads, mixer.head_dim) == (theirs.linear_num_heads, theirs.linear_head_dim)
+            assert mixer.conv_width == theirs.linear_conv_kernel_dim
+            continue
         assert (mixer.num_k_heads, mixer.num_v_heads) == (theirs.linear_num_key_heads, theirs.linear_num_value_heads)
         assert (mixer.k_dim, mixer.v_dim) == (theirs.linear_key_head_dim, theirs.linear_value_head_dim)
         assert mixer.conv_width == theirs.linear_conv_kernel_dim
-    ropes = theirs.rope_parameters
-    thetas = [ropes.get(kind, ropes)["rope_theta"] for kind in kinds]
-    if name not in ("GptOssForCausalLM", "Ministral3ForCausalLM"):  # silent, they have YaRN there; no file is
+    ropes = getattr(theirs, "rope_parameters", None)
+    if ropes is None:
+        assert {mixer.rope for _, mixer in spec.attention} <= {None}
+    elif name not in ("GptOssForCausalLM", "Ministral3ForCausalLM"):  # silent, they have YaRN there; no file is
+        thetas = [ropes.get(kind, ropes)["rope_theta"] for kind in kinds]
         for index, mixer in spec.attention:
             assert mixer.rope is None or mixer.rope.inv_freq[1] == pytest.approx(thetas[index] ** (-2 / mixer.rope.dim))
     of_layers = theirs.per_layer_config if name.startswith("Gemma4") else [theirs] * 8

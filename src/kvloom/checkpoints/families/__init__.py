@@ -180,12 +180,18 @@ def has_head(architecture: str) -> bool:
     return not architecture.endswith(("Model", "-embedding", CLASSIFIER))
 
 
+def known_names(is_gguf: bool) -> str:
+    """The architectures of GGUF files, or of folders."""
+    return ", ".join(name for name in FAMILIES if name[0].islower() == is_gguf)
+
+
 def family_of(architecture: str, file: str) -> Family:
     """A classifier belongs to its decoder's family. Raises ModelError that lists the known architectures."""
     base = architecture.removesuffix(CLASSIFIER)
     ends = ("ForCausalLM", "Model") if base != architecture else ("",)
     known = next((FAMILIES[base + end] for end in ends if base + end in FAMILIES), None)
     if known is None:
-        problem = f"{file}: architecture {architecture!r:.80} is not known; known are {', '.join(FAMILIES)}"
+        names = known_names(is_gguf=not file.endswith("config.json"))
+        problem = f"{file}: architecture {architecture!r:.80} is not known; known are {names}"
         raise ModelError(f"{problem}; vLLM has more, where it is installed: --backend vllm")
     return known

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloom.checkpoints import footprint
-from kvloom.checkpoints.families import FAMILIES, has_head
+from kvloom.checkpoints.families import FAMILIES, has_head, known_names
 from kvloom.checkpoints.files import MAX_CONFIG_BYTES, read_object
 from kvloom.checkpoints.finding import only_model
 from kvloom.checkpoints.metadata import read_shape
@@ -47,7 +47,8 @@ def probe(files: ModelFiles, backend: str = "auto") -> Found:
         longest, process = _positive(config.get("max_position_embeddings")), footprint.process_bytes(kept, _VOCAB_SIZE)
         return Found(key, files.path, _num_bytes(files), _UNKNOWN_KV_BYTES, process, longest)
     if arch not in FAMILIES:
-        raise Refused(Code.NOSYS, f"architecture {arch!r:.80} is not known; known are {', '.join(FAMILIES)}")
+        names = known_names(is_gguf=not any(name.endswith(".safetensors") for name in files.fds))
+        raise Refused(Code.NOSYS, f"architecture {arch!r:.80} is not known; known are {names}")
     if not has_head(arch):
         raise Refused(Code.NOSYS, f"{files.path}: {arch} makes embeddings, and a session answers with text")
     try:

@@ -4,12 +4,15 @@ import base64
 import threading
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.pooling import unit
+from kvloom.engine.driver import Driver
+from kvloom.engine.inbox import Message
 from kvloom.rank.fake import FakeRunner, fake_embedding
 from tests.support.servers import MODEL, FakeServer, fake_server
 from tests.support.waiting import until
@@ -134,10 +137,23 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.open()
 
 
-def test_texts_of_a_request_share_steps(gate: Gate):
-    with fake_server() as server:
+def test_texts_of_a_request_share_steps(gate: Gate, monkeypatch: pytest.MonkeyPatch):
+    """While the step of another one waits, all of them arrive."""
+    put, arrived = Driver.put, []
+
+    def noted(driver: Driver, message: Message) -> None:
+        put(driver, message)
+        arrived.append(message)
+
+    monkeypatch.setattr(Driver, "put", noted)
+    with fake_server() as server, ThreadPoolExecutor() as others:
+        first = others.submit(embed, server, "x")
+        until(lambda: gate.is_waited_at)
+        texts = others.submit(embed, server, TEXTS)
+        until(lambda: len(arrived) == 1 + len(TEXTS))
         gate.open()
-        embed(server, TEXTS)
+        first.result()
+        texts.result()
     assert max(gate.sizes) == len(TEXTS)
 
 
