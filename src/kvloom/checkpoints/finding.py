@@ -12,7 +12,7 @@ from kvloom.contract.errors import ModelError
 _MODEL, _PROJECTOR = "model", "projector"
 _NAMED = {"mmproj": _PROJECTOR}  # general.type -> the word for people; others are their own
 _MOST_NAMED = 3
-_ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM", "gemma4-assistant")
+ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM", "gemma4-assistant")
 
 
 def find_weights(path: Path) -> Path:
@@ -66,6 +66,6 @@ def is_assistant(path: Path) -> bool:
     """Whether the files say that they are an assistant (assistant.py), without reading more. Raises ModelError."""
     path = find_weights(path)
     if not path.is_dir():
-        return path.is_file() and read_kind(path)[0] in _ASSISTANTS
+        return path.is_file() and read_kind(path)[0] in ASSISTANTS
     names = read_object(path / "config.json", MAX_CONFIG_BYTES).get("architectures")
-    return isinstance(names, list) and any(name in _ASSISTANTS for name in names[:1])
+    return isinstance(names, list) and any(name in ASSISTANTS for name in names[:1])

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from kvloom.checkpoints import footprint
 from kvloom.checkpoints.checkpoint import open_checkpoint
-from kvloom.contract.config import EngineConfig, TierConfig
+from kvloom.checkpoints.families import FAMILIES
+from kvloom.checkpoints.finding import ASSISTANTS
+from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError
 from kvloom.contract.messages import BY_MODEL, StepOutput, Work
 from kvloom.contract.request import Request
@@ -26,13 +28,11 @@ from kvloom.rank.byte_tokenizer import ByteTokenizer
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 from tests.engine.weights.test_gguf import gguf_name, sizes_of, write
-from tests.support.engine.drafts import draft_always
+from tests.support.engine.drafts import check_behind_pool, check_chained, draft_always
 from tests.support.engine.engines import drain, engine_over, in_process, run_all, tokens_of
-from tests.support.engine.executors import opened as executor_of
 from tests.support.models import gemma4_gguf
 from tests.support.models.assistants import FROM_KEYS, KINDS, SHARING, UNIFIED, Pair, chained
 from tests.support.models.checkpoints import save, tiny_model
-from tests.support.pool.agents import running_agent
 
 from .test_draft_model import DRAFTS, prompt, requests, told
 from .test_draft_model import KINDS as PARAMS
@@ -164,17 +164,7 @@ def test_it_guesses_what_transformers_does_in_company(name, pairs, folders, draf
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_that_looks_at_states_alone_is_always_right(folders, backend, drafting):
-    """So states reach it, of the position before, and its own reach its next guess."""
-    engine = engine_over(opened(folders[CHAINED], backend=backend), **drafting)
-    asked = [Request(id, tuple(range(first, first + 12)), PARAMS[0]) for id, first in (("a", 1), ("b", 20))]
-    found = run_all(engine, *asked)
-    assert [tokens_of(found[id])[:3] for id in "ab"] == [[13, 14, 15], [32, 33, 34]]
-    stats = engine.stats()
-    assert stats.total_accepted_tokens == stats.total_draft_tokens > 30
-    again = run_all(engine, Request("c", asked[0].prompt_ids, PARAMS[0]))  # its prompt is in the cache
-    assert tokens_of(again["c"]) == tokens_of(found["a"])
-    stats = engine.stats()
-    assert stats.total_accepted_tokens == stats.total_draft_tokens
+    check_chained(engine_over(opened(folders[CHAINED], backend=backend), **drafting), PARAMS[0])
 
 
 def test_guesses_of_others_come_before_its_own(folders, drafting):
@@ -242,18 +232,9 @@ def test_with_a_pool_it_reads_what_was_loaded(folders, drafting):
     """It needs no keys of its own, so that nothing is computed again for it."""
     model, assistant = folders[CHAINED]
     asked = Request("a", tuple(i % NUM_CHAINED for i in range(150)), PARAMS[0])
-    want = told(run_all(engine_over(opened(folders[CHAINED], False)), asked))
+    want = tokens_of(run_all(engine_over(opened(folders[CHAINED], False)), asked)["a"])
     sizes = {"num_blocks": 40, "max_seq_len": 200, "num_speculative_tokens": DRAFTS, "backend": "cpu"}
-    with running_agent(pool_bytes=64 << 20) as agent:
-        tier = TierConfig("kvloom.rank.tier.ems:open_tier", 30.0, {"socket": str(agent.config.socket)}, is_watched=True)
-        config = EngineConfig(model=model, draft_model=assistant, kv_tier=tier, **sizes)
-        for is_warm in (False, True):
-            with executor_of(config) as executor:
-                engine = Engine(config, executor, ByteTokenizer())
-                assert told(run_all(engine, asked)) == want
-                stats = engine.stats()
-                assert (stats.total_tier_loaded_blocks > 0) == is_warm
-                assert stats.total_accepted_tokens == stats.total_draft_tokens > 0
+    check_behind_pool(EngineConfig(model=model, draft_model=assistant, **sizes), asked, want)
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +265,10 @@ def test_no_schedule_changes_an_answer(runners, name, lengths, num_blocks, max_t
 
 
 # -- what is told and refused
+
+
+def test_files_are_told_apart_by_the_names_of_all_families_that_assist():
+    assert {name for name, family in FAMILIES.items() if getattr(family, "is_assistant", False)} == set(ASSISTANTS)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvloom.contract.config import EngineConfig, TierConfig
+from kvloom.contract.config import EngineConfig
 from kvloom.contract.request import Delta, FinishReason, Request
 from kvloom.contract.sampling import SamplingParams
 from kvloom.engine.engine import Engine
@@ -15,12 +15,10 @@ from kvloom.rank.grammar.guides import Guides
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 from kvloom.server.chat.grammars import json_grammar, regex_grammar
-from tests.support.engine.drafts import draft_always
+from tests.support.engine.drafts import check_behind_pool, draft_always
 from tests.support.engine.engines import engine_over, run_all, text_of, tokens_of
-from tests.support.engine.executors import opened as executor_of
 from tests.support.models.assistants import SHARING, Pair
 from tests.support.models.checkpoints import save, tiny_model
-from tests.support.pool.agents import running_agent
 
 DRAFTS = 4
 COLOURS = {f"lighthouse_{name}": {"enum": ["red", "green"]} for name in ("keeper", "colour")}
@@ -194,14 +192,5 @@ def test_with_a_pool_what_is_loaded_is_read_again_by_it(folder):
     """The pool has the model's keys and values alone."""
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     asked = Request("a", prompt(150), params)
-    want = told(run_all(engine_of(folder, None), asked))
-    with running_agent(pool_bytes=64 << 20) as agent:
-        tier = TierConfig("kvloom.rank.tier.ems:open_tier", 30.0, {"socket": str(agent.config.socket)}, is_watched=True)
-        config = config_of(folder, folder, kv_tier=tier)
-        for is_warm in (False, True):
-            with executor_of(config) as executor:
-                engine = Engine(config, executor, ByteTokenizer())
-                assert told(run_all(engine, asked)) == want
-                stats = engine.stats()
-                assert (stats.total_tier_loaded_blocks > 0) == is_warm
-                assert stats.total_accepted_tokens == stats.total_draft_tokens > 0
+    want = tokens_of(run_all(engine_of(folder, None), asked)["a"])
+    check_behind_pool(config_of(folder, folder), asked, want)

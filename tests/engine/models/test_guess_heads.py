@@ -17,7 +17,7 @@ from kvloom.rank.byte_tokenizer import ByteTokenizer
 from kvloom.rank.head_drafter import READ_TOKENS, HeadDrafter
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
-from tests.support.engine.drafts import draft_always
+from tests.support.engine.drafts import check_chained, draft_always
 from tests.support.engine.engines import drain, engine_over, in_process, run_all, tokens_of
 from tests.support.models.checkpoints import save, tiny_model
 from tests.support.models.guess_heads import GuessHead, chained, save_with
@@ -100,17 +100,7 @@ def test_it_guesses_what_its_formula_says(heads, folders, drafting, fields):
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_head_that_looks_at_states_alone_is_always_right(folders, backend, drafting):
-    """So states reach it, of the position before, and its own reach its next guess."""
-    engine = engine_over(opened(folders["chained"], backend=backend), **drafting)
-    asked = [Request(id, tuple(range(first, first + 12)), KINDS[0]) for id, first in (("a", 1), ("b", 20))]
-    found = run_all(engine, *asked)
-    assert [tokens_of(found[id])[:3] for id in "ab"] == [[13, 14, 15], [32, 33, 34]]
-    stats = engine.stats()
-    assert stats.total_accepted_tokens == stats.total_draft_tokens > 30
-    again = run_all(engine, Request("c", asked[0].prompt_ids, KINDS[0]))  # its prompt is in the cache
-    assert tokens_of(again["c"]) == tokens_of(found["a"])
-    stats = engine.stats()
-    assert stats.total_accepted_tokens == stats.total_draft_tokens
+    check_chained(engine_over(opened(folders["chained"], backend=backend), **drafting), KINDS[0])
 
 
 def test_it_reads_answers_along_without_drafting(folders):

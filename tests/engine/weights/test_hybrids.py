@@ -177,6 +177,13 @@ def test_a_published_configuration_of_kimi_linear_says_what_transformers_makes_o
     ("name", "fields", "told"),
     [
         ("KimiLinear", {"mla_use_nope": False}, "kimi_linear with mla_use_nope false is not supported"),
+        ("KimiLinear", {"linear_attn_config": [1]}, r"linear_attn_config must be an object, got \[1\]"),
+        (
+            "KimiLinear",
+            {"linear_attn_config": {"full_attn_layers": 5}},
+            "full_attn_layers must be numbers of layers, 1 to",
+        ),
+        ("KimiLinear", {"linear_attn_config": {"full_attn_layers": [0]}}, "full_attn_layers must be numbers"),
         ("KimiLinear", {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim must be 2 to 8, got 9"),
         ("NemotronH", {"mlp_hidden_act": "silu"}, "nemotron_h with mlp_hidden_act 'silu' is not supported"),
         ("NemotronH", {"moe_latent_size": 32}, "nemotron_h with moe_latent_size 32 is not supported"),

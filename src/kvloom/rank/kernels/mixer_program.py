@@ -121,7 +121,7 @@ def _kimi_delta(program: Program, mixer: KimiDelta, place: _Place) -> DeclaredMi
     steps: Steps = ()
     for name, at in (("decay", decay_at), ("out_gate", gate_at)):
         up = program.linear(mixer.size, mixer.head_dim, (f"{place.at}{name}_up", 0))
-        steps += ((cpu_abi.QUANT, {"linear": up, "source": cpu_abi.FROM_CHANNELS, "at": first[f"{name}_down"]}),)
+        steps += ((cpu_abi.QUANT, {"linear": up, "source": cpu_abi.FROM_QKV, "at": first[f"{name}_down"]}),)
         steps += ((cpu_abi.LINEAR, {"linear": up, "epilogue": cpu_abi.TO_QKV, "at": at}),)
     shape = DeltaRuleShape(
         mixer.num_heads,

@@ -74,6 +74,5 @@ GEMMA4_ASSISTANT = replace(
     gguf_names={name: f"nextn.{name}.weight" for name in PROJECTIONS},
     defaults=DEFAULTS | {"backbone_hidden_size": 1536},
 )
-GEMMA4_UNIFIED_ASSISTANT = replace(
-    GEMMA4_ASSISTANT, defaults=DEFAULTS | UNIFIED | {"backbone_hidden_size": 3840}
-)  # the same
+_UNIFIED_ASSISTANT = DEFAULTS | UNIFIED | {"backbone_hidden_size": 3840}
+GEMMA4_UNIFIED_ASSISTANT = replace(GEMMA4_ASSISTANT, defaults=_UNIFIED_ASSISTANT)

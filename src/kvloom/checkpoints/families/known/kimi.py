@@ -4,13 +4,11 @@ DeepSeek-V3's experts.
 
 from dataclasses import replace
 
-from kvloom.checkpoints.families.expert_layers import Mixture
 from kvloom.checkpoints.families.hybrid import LINEAR, kimi_delta
 from kvloom.checkpoints.families.known.deepseek import DEEPSEEK_V3
 from kvloom.checkpoints.families.known.kimi_config import DEFAULTS, kimi_folder, kimi_gguf
 from kvloom.checkpoints.families.latents import latent_fields
 
-_EXPERTS = Mixture(weighs_chosen=None, shared="plain", scores="sigmoid", has_correction=True)
 _ATTENTION = {"beta_in": "b_proj.weight", "decay_down": "f_a_proj.weight", "decay_up": "f_b_proj.weight"}
 _ATTENTION |= {"out_gate_down": "g_a_proj.weight", "out_gate_up": "g_b_proj.weight", "out_norm": "o_norm.weight"}
 _ATTENTION |= {"decay": "A_log", "decay_bias": "dt_bias", **{f"{x}_conv": f"{x}_conv1d.weight" for x in "qkv"}}
@@ -32,6 +30,7 @@ KIMI_LINEAR = replace(
     translated=kimi_folder,
     fields=lambda config: {**latent_fields(config), "interleaved": False},
 )
+assert KIMI_LINEAR.mixture is not None
 KIMI_LINEAR_GGUF = replace(
-    KIMI_LINEAR, mixture=replace(_EXPERTS, weighs_chosen=True), defaults={}, translated=kimi_gguf
+    KIMI_LINEAR, mixture=replace(KIMI_LINEAR.mixture, weighs_chosen=True), defaults={}, translated=kimi_gguf
 )

@@ -8,7 +8,7 @@ from kvloom.checkpoints.families.known.deepseek import SIZES
 from kvloom.checkpoints.families.known.deepseek_gguf import of_gguf
 from kvloom.checkpoints.families.known.glm_flash import dense_layers
 from kvloom.checkpoints.families.latents import latent_sizes
-from kvloom.checkpoints.families.values import count, flag
+from kvloom.checkpoints.families.values import count, flag, short
 from kvloom.contract.errors import ModelError
 
 _KEYS = {"max_position_embeddings": "model_max_length", "norm_topk_prob": "moe_renormalize"}
@@ -27,12 +27,23 @@ def _of_any(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**latent_sizes(config), "no_rope_layers": [0] * count(config, "num_hidden_layers")}
 
 
+def _delta(config: Mapping[str, Any], layers: int) -> tuple[Mapping[str, Any], list[int]]:
+    """linear_attn_config, and the numbers of the layers with full attention, from 1 on. Raises ModelError."""
+    own = config.get("linear_attn_config") or {}
+    if not isinstance(own, Mapping):
+        raise ModelError(f"configuration: linear_attn_config must be an object, got {short(own)}")
+    full = own.get("full_attn_layers", [*range(5, layers + 1, 4)])
+    if not isinstance(full, list) or any(type(number) is not int or not 0 < number <= layers for number in full):
+        raise ModelError(f"configuration: full_attn_layers must be numbers of layers, 1 to {layers}, got {short(full)}")
+    return own, full
+
+
 def kimi_folder(config: Mapping[str, Any]) -> dict[str, Any]:
     """Published configurations have sizes and layers of delta attention apart, and count layers from 1."""
     if not flag(config, "mla_use_nope", default=True):
         raise ModelError("kimi_linear with mla_use_nope false is not supported")
-    own, layers = config.get("linear_attn_config") or {}, count(config, "num_hidden_layers")
-    full = own.get("full_attn_layers", range(5, layers + 1, 4))
+    layers = count(config, "num_hidden_layers")
+    own, full = _delta(config, layers)
     found = {ours: config.get(ours, config[theirs]) for ours, theirs in _KEYS.items()}
     found |= {ours: own[theirs] for ours, theirs in _DELTA.items() if theirs in own}
     found |= dense_layers(config) if config.get("mlp_layer_types") else {}

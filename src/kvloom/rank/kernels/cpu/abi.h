@@ -155,8 +155,7 @@ enum {
     KVL_FROM_MIXER = 4,
     KVL_FROM_NORMED_MIXER = 5,
     KVL_FROM_INPUTS = 6,
-    KVL_FROM_QKV = 7, /* what KVL_LATENT_VALUES or KVL_JOIN wrote */
-    KVL_FROM_CHANNELS = 8 /* what KVL_TO_QKV wrote, from channel `at` on */
+    KVL_FROM_QKV = 7 /* what KVL_TO_QKV, KVL_LATENT_VALUES or KVL_JOIN wrote, from channel `at` on */
 };
 /* `source` of ROPE_KV: norm of each head, of the whole row, or of each head after the rotation. */
 enum { KVL_NORM_HEADS = 0, KVL_NORM_ROWS = 1, KVL_NORM_ROTATED = 2 };

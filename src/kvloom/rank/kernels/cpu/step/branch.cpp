@@ -88,10 +88,9 @@ const float* Step::source_row(const kvl_instruction& quant, int64_t row, float* 
         case KVL_FROM_INPUTS: return gated_inputs(quant, row, linear.cols, room);
         case KVL_FROM_NORMED_MIXER:
             return norm_groups(model_, model_.mamba2s[size_t(quant.layer)], scratch_.mixed.row(row), linear.padded_cols, room);
-        case KVL_FROM_CHANNELS: return padded(linear, scratch_.qkv.row(row) + quant.at, room);
         case KVL_FROM_MIXER: return padded(linear, scratch_.mixed.row(row), room);
         case KVL_FROM_RESIDUAL: return scratch_.residual.row(row);
-        case KVL_FROM_QKV: return scratch_.qkv.row(row);
+        case KVL_FROM_QKV: return padded(linear, scratch_.qkv.row(row) + quant.at, room);
         case KVL_FROM_MLP: return scratch_.mlp.row(row);
         default: return scratch_.attended.row(row);
     }
